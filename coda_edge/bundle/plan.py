@@ -1,0 +1,193 @@
+"""The execution plan: what the runtime does, with every size an entry of one expression table.
+
+The plan knows nothing of ONNX or TVM. ``docs/bundle-format.md`` gives its bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+import sympy
+
+from ..symbolic import Dim, simplify
+
+
+class ExprOp(IntEnum):
+    """Operators of the size table; ``FLOORDIV`` and ``MOD`` round towards minus infinity, divisors are positive."""
+
+    CONST = 0  # a: the value
+    SYMBOL = 1  # a: index of the symbol
+    ADD = 2
+    MUL = 3
+    FLOORDIV = 4
+    MOD = 5
+    MAX = 6
+    MIN = 7
+
+
+class BufferKind(IntEnum):
+    """Where a buffer lives. ``STATE`` is reserved for buffers that persist across runs (a KV cache)."""
+
+    INPUT = 0
+    OUTPUT = 1
+    CONSTANT = 2
+    ARENA = 3
+    STATE = 4
+
+
+@dataclass(frozen=True)
+class Expr:
+    """One entry of the size table; ``a`` and ``b`` are earlier entries, except for CONST and SYMBOL."""
+
+    op: ExprOp
+    a: int
+    b: int = 0
+
+
+class ExprTable:
+    """Sizes as a table of integer operations, each distinct expression stored once."""
+
+    def __init__(self) -> None:
+        self.entries: list[Expr] = []
+        self.symbols: list[str] = []
+        self._index: dict[Expr, int] = {}
+
+    def add(self, dim: Dim) -> int:
+        """The index of ``dim`` in the table, adding what it needs."""
+        dim = simplify(dim)
+        if isinstance(dim, int):
+            return self._entry(ExprOp.CONST, dim)
+        return self._convert(dim)
+
+    def symbol(self, name: str) -> int:
+        """The index of symbol ``name`` in ``symbols``, adding it."""
+        if name not in self.symbols:
+            self.symbols.append(name)
+        return self.symbols.index(name)
+
+    def evaluate(self, sizes: dict[str, int]) -> list[int]:
+        """Every entry's value, as the runtime computes them."""
+        values: list[int] = []
+        for e in self.entries:
+            if e.op == ExprOp.CONST:
+                values.append(e.a)
+            elif e.op == ExprOp.SYMBOL:
+                values.append(sizes[self.symbols[e.a]])
+            else:
+                values.append(_EVALUATE[e.op](values[e.a], values[e.b]))
+        return values
+
+    def _entry(self, op: ExprOp, a: int, b: int = 0) -> int:
+        e = Expr(op, a, b)
+        if e not in self._index:
+            self._index[e] = len(self.entries)
+            self.entries.append(e)
+        return self._index[e]
+
+    def _fold(self, op: ExprOp, args: list[int]) -> int:
+        acc = args[0]
+        for arg in args[1:]:
+            acc = self._entry(op, acc, arg)
+        return acc
+
+    def _convert(self, e: sympy.Expr) -> int:
+        if e.is_Integer:
+            return self._entry(ExprOp.CONST, int(e))
+        if e.is_Symbol:
+            return self._entry(ExprOp.SYMBOL, self.symbol(e.name))
+        if e.func in (sympy.floor, sympy.ceiling):
+            numerator, denominator = sympy.fraction(sympy.together(e.args[0]))
+            if e.func is sympy.ceiling:
+                numerator = sympy.expand(numerator + denominator - 1)
+            return self._entry(ExprOp.FLOORDIV, self._convert(numerator), self._convert(denominator))
+        if e.is_Pow and e.exp.is_Integer and e.exp > 0:
+            return self._fold(ExprOp.MUL, [self._convert(e.base)] * int(e.exp))
+        op = _SYMPY.get(e.func)
+        if op is None or any(a.is_Rational and not a.is_Integer for a in e.args):
+            raise ValueError(
+                f"size expression {e} cannot be evaluated on the device: only +, *, //, %, min, max of integers can"
+            )
+        return self._fold(op, [self._convert(a) for a in e.args])
+
+
+_SYMPY = {
+    sympy.Add: ExprOp.ADD,
+    sympy.Mul: ExprOp.MUL,
+    sympy.Mod: ExprOp.MOD,
+    sympy.Max: ExprOp.MAX,
+    sympy.Min: ExprOp.MIN,
+}
+_EVALUATE = {
+    ExprOp.ADD: lambda a, b: a + b,
+    ExprOp.MUL: lambda a, b: a * b,
+    ExprOp.FLOORDIV: lambda a, b: a // b,
+    ExprOp.MOD: lambda a, b: a % b,
+    ExprOp.MAX: max,
+    ExprOp.MIN: min,
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """An input or output: its dimensions are entries of the size table."""
+
+    name: str
+    dtype: str  # a numpy dtype name
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer. ``index``: of the input or output, or the byte offset in the constants section. ``size``: bytes, a table entry.
+
+    ``first`` and ``last`` are the steps between which an ARENA buffer is live, both included.
+    """
+
+    kind: BufferKind
+    size: int
+    index: int = 0
+    first: int = 0
+    last: int = 0
+
+
+@dataclass(frozen=True)
+class PlanStep:
+    """One kernel call; numbers are indices into the plan's tables."""
+
+    name: str
+    kernel: int
+    finish: int  # -1: none
+    buffers: tuple[int, ...]
+    ints: tuple[int, ...]
+    items: int
+    grain: int
+    scratch: int
+    flops: int
+    bytes: int
+    source: str  # the ONNX nodes it came from
+
+
+@dataclass
+class ExecutionPlan:
+    """Everything the runtime needs besides constants and kernels."""
+
+    exprs: ExprTable = field(default_factory=ExprTable)
+    inputs: list[TensorInfo] = field(default_factory=list)
+    outputs: list[TensorInfo] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
+    kernels: list[str] = field(default_factory=list)
+    steps: list[PlanStep] = field(default_factory=list)
+
+
+@dataclass
+class Bundle:
+    """A bundle in memory. ``constants``: the constants section; ``library``: the kernel shared object."""
+
+    plan: ExecutionPlan
+    constants: npt.NDArray[np.uint8]
+    library: bytes
+    metadata: dict[str, str]
+    features: tuple[str, ...]  # CPU features that the kernels need, e.g. "avx2", "fma"

@@ -1,0 +1,60 @@
+"""What a lowering returns: one plan step, before its buffers and sizes have numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from ..symbolic import Dim
+
+if TYPE_CHECKING:
+    from tvm.tirx import PrimFunc
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A buffer that lives for one step only (per-panel partial statistics, say). ``size`` in bytes."""
+
+    name: str
+    size: Dim
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A constant in the layout that the kernel reads. ``name`` says which weight it was packed from."""
+
+    name: str
+    data: npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A kernel to build. ``symbol`` is a function of everything that shaped it: equal symbols are equal kernels."""
+
+    symbol: str
+    func: PrimFunc
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One call of a kernel.
+
+    ``buffers`` in the kernel's order: the name of a graph tensor, a packed constant or a workspace; the runtime appends the
+    thread's scratch of ``scratch`` bytes. ``ints`` in the kernel's order; the runtime appends begin and end, within
+    ``[0, items)``, in chunks of at least ``grain`` items.
+    """
+
+    name: str
+    kernel: KernelSource
+    buffers: tuple[str | Packed | Workspace, ...]
+    ints: tuple[Dim, ...]
+    items: Dim
+    grain: int = 1
+    scratch: Dim = 0
+    finish: KernelSource | None = None
+    outputs: tuple[str, ...] = ()
+    flops: Dim = 0
+    bytes: Dim = 0
+    source: tuple[str, ...] = field(default=())
