@@ -9,11 +9,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Union
+from typing import TypeAlias
 
 import sympy
 
-Dim = Union[int, sympy.Expr]
+Dim: TypeAlias = "int | sympy.Expr"
 
 _BINARY = {
     ast.Add: lambda a, b: a + b,
