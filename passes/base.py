@@ -1,0 +1,42 @@
+"""What a pass is: a function that edits a graph in place, and a log in which it says what it did and what it refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import onnx_graphsurgeon as gs
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a rewrite did not happen at a node."""
+
+    rule: str
+    node: str
+    op: str
+    reason: str
+
+
+@dataclass
+class PassLog:
+    """What the passes did: rewrites by pass, and refusals with their reasons."""
+
+    rewrites: dict[str, int] = field(default_factory=dict)
+    refusals: list[Refusal] = field(default_factory=list)
+
+    def refuse(self, rule: str, node: gs.Node, reason: str) -> None:
+        """Records that ``rule`` does not apply at ``node``, in one line that a user can act on."""
+        self.refusals.append(Refusal(rule, node.name, node.op, reason))
+
+    def reasons(self, node_name: str) -> list[str]:
+        """The reasons recorded for a node."""
+        return [r.reason for r in self.refusals if r.node == node_name]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A named rewrite. ``run(graph, log)`` edits ``graph`` in place and returns the number of rewrites."""
+
+    name: str
+    run: Callable[[gs.Graph, PassLog], int]
