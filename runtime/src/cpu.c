@@ -1,0 +1,172 @@
+/* Features of this CPU by the names that compilers use for them, and the cores that this process may use. */
+#include "cpu.h"
+
+#include <sched.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "coda.h"
+
+typedef struct {
+  const char *name;
+  uint8_t word; /* which of the words that `read_words` fills */
+  uint8_t bit;
+  uint8_t state; /* the register state that the operating system must save for it */
+} feature;
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <cpuid.h>
+
+/* Words: 0 leaf 1 ecx, 1 leaf 7 ebx, 2 leaf 7 ecx, 3 leaf 7 edx, 4 leaf 7.1 eax, 5 leaf 0x80000001 ecx.
+ * Bits: Intel SDM vol. 2A, CPUID. */
+enum { WORDS = 6, STATE_NONE = 0, STATE_YMM = 0x06, STATE_ZMM = 0xe6 };
+
+static const feature FEATURES[] = {
+    {"sse3", 0, 0, STATE_NONE},         {"ssse3", 0, 9, STATE_NONE},        {"sse4_1", 0, 19, STATE_NONE},
+    {"sse4_2", 0, 20, STATE_NONE},      {"popcnt", 0, 23, STATE_NONE},      {"f16c", 0, 29, STATE_YMM},
+    {"avx", 0, 28, STATE_YMM},          {"fma", 0, 12, STATE_YMM},          {"avx2", 1, 5, STATE_YMM},
+    {"bmi1", 1, 3, STATE_NONE},         {"bmi2", 1, 8, STATE_NONE},         {"lzcnt", 5, 5, STATE_NONE},
+    {"movbe", 0, 22, STATE_NONE},       {"avx512f", 1, 16, STATE_ZMM},      {"avx512dq", 1, 17, STATE_ZMM},
+    {"avx512cd", 1, 28, STATE_ZMM},     {"avx512bw", 1, 30, STATE_ZMM},     {"avx512vl", 1, 31, STATE_ZMM},
+    {"avx512_vbmi", 2, 1, STATE_ZMM},   {"avx512_vnni", 2, 11, STATE_ZMM},  {"avx512_bf16", 4, 5, STATE_ZMM},
+    {"avx512_fp16", 3, 23, STATE_ZMM},  {"avx_vnni", 4, 4, STATE_YMM},      {"sha_ni", 1, 29, STATE_NONE},
+};
+
+static uint32_t saved_state(void) {
+  uint32_t low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return low;
+}
+
+static uint32_t read_words(uint32_t words[WORDS]) {
+  uint32_t a, b, c, d;
+  uint32_t state = 0;
+  memset(words, 0, WORDS * sizeof *words);
+  if (__get_cpuid(1, &a, &b, &c, &d)) {
+    words[0] = c;
+    if (c & (1u << 27)) /* OSXSAVE */
+      state = saved_state();
+  }
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
+    words[1] = b, words[2] = c, words[3] = d;
+    if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d))
+      words[4] = a;
+  }
+  if (__get_cpuid(0x80000001u, &a, &b, &c, &d))
+    words[5] = c;
+  return state;
+}
+
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
+
+/* Words: 0 AT_HWCAP, 1 AT_HWCAP2 (low 32 bits). Bits: Linux arch/arm64 uapi asm/hwcap.h. */
+enum { WORDS = 2 };
+
+static const feature FEATURES[] = {
+    {"neon", 0, 1, 0},    {"fp16", 0, 10, 0}, {"dotprod", 0, 20, 0}, {"sve", 0, 22, 0},
+    {"sve2", 1, 1, 0},    {"i8mm", 1, 13, 0}, {"bf16", 1, 14, 0},    {"sme", 1, 23, 0},
+};
+
+static uint32_t read_words(uint32_t words[WORDS]) {
+  words[0] = (uint32_t)getauxval(AT_HWCAP);
+  words[1] = (uint32_t)getauxval(AT_HWCAP2);
+  return 0;
+}
+
+#else
+enum { WORDS = 1 };
+
+static const feature FEATURES[] = {{NULL, 0, 0, 0}};
+
+static uint32_t read_words(uint32_t words[WORDS]) {
+  words[0] = 0;
+  return 0;
+}
+#endif
+
+enum { FEATURE_COUNT = sizeof FEATURES / sizeof *FEATURES };
+
+static bool present(const feature *f, const uint32_t *words, uint32_t state) {
+  return f->name && (words[f->word] >> f->bit & 1u) && (state & f->state) == f->state;
+}
+
+bool coda_cpu_has(const char *name) {
+  uint32_t words[WORDS];
+  uint32_t state = read_words(words);
+  for (size_t i = 0; i < FEATURE_COUNT; i++)
+    if (present(&FEATURES[i], words, state) && strcmp(FEATURES[i].name, name) == 0)
+      return true;
+  return false;
+}
+
+size_t coda_cpu_features(const char **names, size_t capacity) {
+  uint32_t words[WORDS];
+  uint32_t state = read_words(words);
+  size_t count = 0;
+  for (size_t i = 0; i < FEATURE_COUNT; i++) {
+    if (!present(&FEATURES[i], words, state))
+      continue;
+    if (count < capacity)
+      names[count] = FEATURES[i].name;
+    count++;
+  }
+  return count;
+}
+
+/* Cores that a quota file allows: cgroup v2 `cpu.max` holds "quota period" or "max period"; v1 has one file for each. */
+static int quota_cores(const char *path, const char *period_path) {
+  long quota = -1, period = 100000;
+  FILE *file = fopen(path, "re");
+  if (!file)
+    return 0;
+  int fields = fscanf(file, "%ld %ld", &quota, &period);
+  fclose(file);
+  if (fields < 1 || quota <= 0)
+    return 0;
+  if (period_path) {
+    file = fopen(period_path, "re");
+    if (!file)
+      return 0;
+    fields = fscanf(file, "%ld", &period);
+    fclose(file);
+    if (fields != 1)
+      return 0;
+  }
+  return period > 0 ? (int)((quota + period - 1) / period) : 0;
+}
+
+static int lesser(int cores, int limit) { return limit > 0 && limit < cores ? limit : cores; }
+
+static int cgroup_cores(int cores) {
+  char line[512], path[640];
+  cores = lesser(cores, quota_cores("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"));
+  FILE *file = fopen("/proc/self/cgroup", "re");
+  char *group = NULL;
+  while (file && !group && fgets(line, sizeof line, file))
+    if (strncmp(line, "0::", 3) == 0)
+      group = line + 3;
+  if (file)
+    fclose(file);
+  if (!group)
+    return cores;
+  group[strcspn(group, "\n")] = 0;
+  for (;;) { /* a limit may stand on any ancestor */
+    snprintf(path, sizeof path, "/sys/fs/cgroup%s/cpu.max", group);
+    cores = lesser(cores, quota_cores(path, NULL));
+    char *slash = strrchr(group, '/');
+    if (!slash)
+      return cores;
+    *slash = 0;
+  }
+}
+
+int coda_cpu_cores(void) {
+  cpu_set_t set;
+  int cores = 1;
+  if (sched_getaffinity(0, sizeof set, &set) == 0)
+    cores = CPU_COUNT(&set);
+  cores = cgroup_cores(cores);
+  return cores > 0 ? cores : 1;
+}
