@@ -136,7 +136,7 @@ class _Writer:
         return self.initializer(name, self.weights[name])
 
     def scalar(self, name: str, value: float) -> str:
-        return self.initializer(name, np.float32(value).reshape(()))
+        return self.initializer(name, np.array(value, np.float32))
 
     def ints(self, *values: int) -> str:
         return self.initializer("ints_" + "_".join(map(str, values)), np.array(values, np.int64))
