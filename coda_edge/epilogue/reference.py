@@ -1,0 +1,110 @@
+"""What an epilogue program means, in numpy: the semantics that every lowering is tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import ShapeError
+from .ops import Array
+from .program import FLOATS, EpilogueProgram, Kind, Output, Param, Step
+
+_EXACT = {"i8": np.int8, "u8": np.uint8, "i32": np.int32, "i64": np.int64, "bool": np.bool_}
+
+
+def evaluate(
+    program: EpilogueProgram,
+    acc: Array,
+    operands: Mapping[str, Any],
+    rows_per_batch: int | None,
+    dtype: np.dtype[Any],
+) -> dict[str, Array]:
+    """The outputs of ``program`` by name.
+
+    ``acc`` is ``[…, N]``. Tile operands are ``[…, width]``, row operands ``[…, 1]`` or ``[…]``, column operands ``[width]``
+    (any that broadcast will do, as for attention scores), scalars 0-D. Tile outputs are ``[…, width]``, row outputs
+    ``[…, 1]``; one with ``heads[D]`` is ``[B, H, S, D]`` and needs a 3-D ``acc`` or ``rows_per_batch`` S. f32 is computed in
+    ``dtype``; narrower floats are rounded to where they arise and held in ``dtype``. Raises ShapeError for operands that are
+    missing, unknown or do not fit.
+    """
+    acc = np.asarray(acc)
+    program.check(acc.shape[-1])
+    given = {program.params[0].name: acc, **operands}
+    unknown = sorted(set(given) - {p.name for p in program.params})
+    if unknown:
+        raise ShapeError(f"epilogue has no operand '{unknown[0]}'; it has {', '.join(p.name for p in program.params)}")
+    dtypes = program.dtypes()
+    values: dict[str, Array] = {}
+    for param in program.params:
+        if param.name not in given:
+            raise ShapeError(f"epilogue operand '{param.name}' ({param.kind.value} {param.dtype}) is not given")
+        values[param.name] = _hold(_place(program, param, np.asarray(given[param.name]), acc), param.dtype, dtype)
+    with np.errstate(all="ignore"):
+        for step in program.steps:
+            values.update(_run(step, values, dtypes, dtype))
+    return {o.name: _store(program, o, values[o.value], acc.shape, rows_per_batch) for o in program.outputs}
+
+
+def _place(program: EpilogueProgram, param: Param, array: Array, acc: Array) -> Array:
+    n = acc.shape[-1]
+    row = param.kind is Kind.ROW
+    if row and array.ndim == acc.ndim - 1:
+        array = array[..., None]
+    wide = param.kind in (Kind.TILE, Kind.COL)
+    expected = {
+        Kind.TILE: (*acc.shape[:-1], program.width(param.name, n) if wide else 0),
+        Kind.ROW: (*acc.shape[:-1], 1),
+        Kind.COL: (*acc.shape[:-1], program.width(param.name, n) if wide else 0),
+        Kind.SCALAR: (),
+    }[param.kind]
+    try:
+        fits = np.broadcast_shapes(array.shape, expected) == expected
+    except ValueError:
+        fits = False
+    if not fits or (wide and array.shape[-1:] != expected[-1:]):
+        raise ShapeError(
+            f"epilogue operand '{param.name}' ({param.kind.value}) has shape {array.shape}; "
+            f"it must broadcast to {expected} for an accumulator {acc.shape}"
+        )
+    return array
+
+
+def _run(step: Step, values: Mapping[str, Array], dtypes: Mapping[str, str], dtype: np.dtype[Any]) -> dict[str, Array]:
+    literal = next((dtypes[a] for a in reversed(step.args) if isinstance(a, str)), "f32")
+    args = [values[a] if isinstance(a, str) else np.asarray(a, _EXACT.get(literal, dtype)) for a in step.args]
+    results = step.operator.numpy(*args)
+    results = results if isinstance(results, tuple) else (results,)
+    return {name: _hold(np.asarray(r), dtypes[name], dtype) for name, r in zip(step.names, results, strict=True)}
+
+
+def _hold(array: Array, name: str, dtype: np.dtype[Any]) -> Array:
+    """``array`` as values of the program's dtype ``name``."""
+    if name not in FLOATS:
+        return array.astype(_EXACT[name])
+    if name == "f16":
+        array = array.astype(np.float16)
+    if name == "bf16":
+        array = _round_bf16(array.astype(np.float32))
+    return array.astype(dtype)
+
+
+def _round_bf16(array: Array) -> Array:
+    bits = np.ascontiguousarray(array).view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+    return np.where(np.isfinite(array), rounded, array)
+
+
+def _store(program: EpilogueProgram, output: Output, value: Array, shape: tuple[int, ...], rows: int | None) -> Array:
+    if output.kind is Kind.ROW:
+        return np.broadcast_to(value, (*shape[:-1], 1)).copy()
+    value = np.broadcast_to(value, (*shape[:-1], program.width(output.value, shape[-1])))
+    if output.columns:
+        value = value[..., slice(*output.columns)]
+    if output.heads is None:
+        return value.copy()
+    if rows is None and len(shape) != 3:
+        raise ShapeError(f"output '{output.name}' has heads: give a 3-D accumulator or rows_per_batch, not {shape}")
+    batched = value.reshape(-1, rows or shape[1], value.shape[-1] // output.heads, output.heads)
+    return batched.transpose(0, 2, 1, 3).copy()

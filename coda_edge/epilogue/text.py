@@ -1,0 +1,103 @@
+"""The text form of an epilogue program: written on ONNX nodes, read by people and by ``parse_program``.
+
+::
+
+    program = "(" params ")" "->" "(" outputs ")" "{" steps "}"
+    param   = NAME ":" kind dtype
+    output  = NAME ":" kind "=" value ["[" INT ":" INT "]"] ["heads" "[" INT "]"]
+    step    = NAME "=" op operand... [NAME "=" attribute]...          one a line
+    operand = value | float, as Python's repr writes it
+"""
+
+from __future__ import annotations
+
+import re
+
+from ..errors import ShapeError
+from .program import Argument, Attribute, EpilogueProgram, Kind, Output, Param, Step
+
+_PROGRAM = re.compile(r"\s*\((?P<params>[^)]*)\)\s*->\s*\((?P<outputs>[^)]*)\)\s*\{(?P<steps>[^}]*)\}\s*")
+_PARAM = re.compile(r"(\w+): (\w+) (\w+)")
+_OUTPUT = re.compile(r"(\w+): (\w+) = ([\w.]+)(?:\[(\d+):(\d+)\])?(?: heads\[(\d+)\])?")
+_STEP = re.compile(r"(\w+) = (\w+)((?: [^\s=]+)*?)((?: \w+=\S+)*)")
+
+
+def format_program(program: EpilogueProgram) -> str:
+    """``program`` as text."""
+    params = ", ".join(f"{p.name}: {p.kind.value} {p.dtype}" for p in program.params)
+    outputs = ", ".join(_format_output(o) for o in program.outputs)
+    steps = "".join(f"  {_format_step(s)}\n" for s in program.steps)
+    return f"({params}) -> ({outputs}) {{\n{steps}}}"
+
+
+def parse_program(text: str) -> EpilogueProgram:
+    """The program that ``text`` spells. Raises ShapeError naming the piece that cannot be read."""
+    match = _PROGRAM.fullmatch(text)
+    if match is None:
+        raise ShapeError(f"not an epilogue program, expected '(params) -> (outputs) {{ steps }}': {text[:80]!r}")
+    params = tuple(_parse_param(p) for p in _split(match["params"], ","))
+    outputs = tuple(_parse_output(o) for o in _split(match["outputs"], ","))
+    return EpilogueProgram(params, tuple(_parse_step(s) for s in _split(match["steps"], "\n")), outputs)
+
+
+def _format_output(output: Output) -> str:
+    columns = f"[{output.columns[0]}:{output.columns[1]}]" if output.columns else ""
+    heads = f" heads[{output.heads}]" if output.heads is not None else ""
+    return f"{output.name}: {output.kind.value} = {output.value}{columns}{heads}"
+
+
+def _format_step(step: Step) -> str:
+    args = (a if isinstance(a, str) else repr(a) for a in step.args)
+    return " ".join([step.result, "=", step.op, *args, *(f"{name}={value}" for name, value in step.attrs)])
+
+
+def _split(text: str, separator: str) -> list[str]:
+    return [" ".join(piece.split()) for piece in text.split(separator) if piece.strip()]
+
+
+def _match(pattern: re.Pattern[str], text: str, what: str, form: str) -> re.Match[str]:
+    match = pattern.fullmatch(text)
+    if match is None:
+        raise ShapeError(f"cannot read epilogue {what} {text!r}: expected '{form}'")
+    return match
+
+
+def _kind(text: str, what: str) -> Kind:
+    try:
+        return Kind(text)
+    except ValueError:
+        raise ShapeError(f"{what} has unknown kind '{text}': use one of {', '.join(k.value for k in Kind)}") from None
+
+
+def _parse_param(text: str) -> Param:
+    name, kind, dtype = _match(_PARAM, text, "parameter", "name: kind dtype").groups()
+    return Param(name, _kind(kind, f"parameter '{name}'"), dtype)
+
+
+def _parse_output(text: str) -> Output:
+    match = _match(_OUTPUT, text, "output", "name: kind = value[c0:c1] heads[D]")
+    name, kind, value, start, end, heads = match.groups()
+    columns = (int(start), int(end)) if start else None
+    return Output(name, _kind(kind, f"output '{name}'"), value, columns, int(heads) if heads else None)
+
+
+def _parse_step(text: str) -> Step:
+    result, op, args, attrs = _match(_STEP, text, "step", "name = op operand…").groups()
+    pairs = (a.split("=", 1) for a in attrs.split())
+    return Step(result, op, tuple(_argument(a) for a in args.split()), tuple((n, _attribute(v)) for n, v in pairs))
+
+
+def _argument(text: str) -> Argument:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _attribute(text: str) -> Attribute:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
