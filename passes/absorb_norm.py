@@ -37,6 +37,7 @@ from coda_edge.ir import (
     remove_dead,
     same_shape,
     shape,
+    sole_consumer,
 )
 
 from .base import Pass, PassLog
@@ -180,9 +181,23 @@ def _rewrite(editor: GraphEditor, node: gs.Node, weights: Array, affine: Affine)
         for factor in others:
             outer = editor.apply("Mul", [outer, factor], dims, f"{base}.outer")
         y = editor.apply("Add", [y, outer], dims, f"{base}.shifted")
-    if np.any(bias):
+    if np.any(bias) and not _join_bias(editor, out, bias):
         y = editor.apply("Add", [y, editor.constant(f"{base}.bias", bias.astype(np.float32))], dims, f"{base}.biased")
     editor.replace(out, y)
+
+
+def _join_bias(editor: GraphEditor, out: gs.Variable, bias: Array) -> bool:
+    """Adds ``bias`` to the constant that the only reader of ``out`` adds to it anyway, if that is so."""
+    reader = sole_consumer(editor.graph, out)
+    if reader is None or reader.op != "Add":
+        return False
+    other = next(t for t in (*reader.inputs, out) if t is not out or reader.inputs[0] is reader.inputs[1])
+    column = column_value(other, len(bias))
+    if column is None:
+        return False
+    joined = editor.constant(f"{other.name}.folded", (column.astype(np.float64) + bias).astype(np.float32))
+    reader.inputs = [joined if t is other else t for t in reader.inputs]
+    return True
 
 
 def _is_mean(term: Term, affine: Affine) -> bool:

@@ -40,7 +40,10 @@ def run(graph: gs.Graph, log: PassLog) -> int:
         x, mean_node = found
         if id(x) not in made:
             dims = (*shape(x)[:-1], 1)
-            mean, var = editor.variable(f"{x.name}.mean", x.dtype, dims), editor.variable(f"{x.name}.var", x.dtype, dims)
+            mean, var = (
+                editor.variable(f"{x.name}.mean", x.dtype, dims),
+                editor.variable(f"{x.name}.var", x.dtype, dims),
+            )
             editor.node("RowMoments", [x], [mean, var], f"{node.name}.moments", domain=DOMAIN)
             editor.replace(mean_node.outputs[0], mean)
             made[id(x)] = (mean, var)
@@ -61,7 +64,12 @@ def _variance(node: gs.Node) -> tuple[Tensor, gs.Node] | None:
         return None
     for x, m in (source.inputs, source.inputs[::-1]):
         mean = producer(m)
-        if mean is not None and reduces_rows(mean, "ReduceMean") and mean.inputs[0] is x and same_shape(shape(x), shape(deviation)):
+        if (
+            mean is not None
+            and reduces_rows(mean, "ReduceMean")
+            and mean.inputs[0] is x
+            and same_shape(shape(x), shape(deviation))
+        ):
             return x, mean
     return None
 

@@ -1,0 +1,32 @@
+"""Graph rewrites, by algebra and not by name. One file, one rule; each docstring states its rule, conditions and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx_graphsurgeon as gs
+
+from . import absorb_norm, attention, fuse_map, grow_epilogue, merge_projections, row_moments
+from .base import Pass, PassLog, Refusal
+
+__all__ = ["PIPELINE", "Pass", "PassLog", "Refusal", "run_pipeline"]
+
+#: The passes in the order in which they run on a graph in normal form.
+PIPELINE: tuple[Pass, ...] = (
+    row_moments.PASS,
+    attention.PASS,
+    absorb_norm.PASS,
+    grow_epilogue.PASS,
+    merge_projections.PASS,
+    fuse_map.PASS,
+)
+
+
+def run_pipeline(graph: gs.Graph, after_each: Callable[[Pass], None] | None = None) -> PassLog:
+    """Runs all passes on ``graph`` in place and returns their log. ``after_each`` is called after every pass, with it."""
+    log = PassLog()
+    for p in PIPELINE:
+        log.rewrites[p.name] = p.run(graph, log)
+        if after_each is not None:
+            after_each(p)
+    return log

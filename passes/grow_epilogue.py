@@ -1,0 +1,197 @@
+"""Each constant-weight MatMul becomes a ``Gemm`` whose epilogue has grown over whatever elementwise graph follows it.
+
+Rule: an operator joins the epilogue when one of its operands is in the epilogue and
+
+1. it is elementwise with a result of the tile's shape, and its other operands are literals, columns, rows or whole tensors that
+   do not depend on the product: bias, activation (however spelled), residual, scale, cast; or
+2. it reduces a tile value over the row (RowMoments, ReduceMean, ReduceSum, ReduceMax, ReduceSumSquare over the last axis): its
+   result is a row output of the kernel, known only after the last tile, so nothing behind it joins.
+
+An operand that elementwise operators make from one stored tensor, rows and columns is computed again in the tile and never stored:
+so a post-norm residual is rebuilt from the raw tensor and its row statistics. A value that is read outside is an output. If all who
+read it take a range of columns, or split heads (Reshape ``[B,S,H,D]``, Transpose to ``[B,H,S,D]``), the store does that.
+
+Conditions: the weights are a constant ``[K, N]``; the left operand has at least two dimensions.
+Refused, with the operand named: operands that broadcast over some rows only; weights of more than two dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from coda_edge.epilogue.program import Kind
+from coda_edge.ir import (
+    DOMAIN,
+    ELEMENTWISE,
+    GraphEditor,
+    constant_value,
+    consumers,
+    in_order,
+    is_output,
+    reduces_rows,
+    remove_dead,
+    remove_nodes,
+    same_shape,
+    shape,
+    sort,
+)
+
+from .base import Pass, PassLog
+from .region import Refused, Region, row_kind
+
+_REDUCTIONS = {"ReduceMean": "mean", "ReduceSum": "sum", "ReduceMax": "max", "ReduceSumSquare": "sumsq"}
+
+
+@dataclass(frozen=True)
+class _Store:
+    """One stored tensor: ``tensor`` is written, ``nodes`` are the layout operators that the store does."""
+
+    tensor: gs.Variable
+    columns: tuple[int, int] | None = None
+    heads: int | None = None
+    nodes: tuple[gs.Node, ...] = ()
+
+
+@dataclass
+class _Growth:
+    """The nodes that joined, and the row outputs."""
+
+    nodes: list[gs.Node]
+    rows: dict[int, tuple[gs.Variable, str]] = field(default_factory=dict)
+
+
+def run(graph: gs.Graph, log: PassLog) -> int:
+    """Turns every MatMul with constant weights into a Gemm; returns how many."""
+    count = 0
+    editor = GraphEditor(graph)
+    for node in in_order(graph):
+        if node.op != "MatMul":
+            continue
+        weights = constant_value(node.inputs[1])
+        if weights is None or weights.ndim != 2 or len(shape(node.inputs[0])) < 2:
+            log.refuse(PASS.name, node, "the right operand is no constant matrix: not a GEMM with packed weights")
+            continue
+        _rewrite(graph, editor, node, log)
+        count += 1
+    if count:
+        remove_dead(graph)
+        sort(graph)
+    return count
+
+
+def _rewrite(graph: gs.Graph, editor: GraphEditor, matmul: gs.Node, log: PassLog) -> None:
+    region = Region(graph, matmul.outputs[0], shape(matmul.outputs[0]), row_kind, inline=True)
+    growth = _grow(graph, region, matmul, log)
+    inside = {id(n) for n in growth.nodes}
+    outputs: list[gs.Variable] = []
+    absorbed: list[gs.Node] = []
+    for tensor in (o for n in growth.nodes for o in n.outputs):
+        if id(tensor) in growth.rows:
+            name = f"row{len(outputs)}"
+            region.builder.output(name, growth.rows[id(tensor)][1], Kind.ROW)
+            outputs.append(tensor)
+        elif is_output(graph, tensor) or any(id(u) not in inside for u in consumers(tensor)):
+            for store in _stores(graph, tensor, inside):
+                region.builder.output(f"y{len(outputs)}", region.value(tensor), Kind.TILE, store.columns, store.heads)
+                outputs.append(store.tensor)
+                absorbed += store.nodes
+    program, operands = region.build()
+    inputs = [*matmul.inputs, *operands]
+    name = matmul.name or outputs[0].name
+    remove_nodes(graph, [*growth.nodes, *absorbed])
+    editor.node("Gemm", inputs, outputs, f"{name}.gemm", domain=DOMAIN, epilogue=str(program))
+
+
+def _grow(graph: gs.Graph, region: Region, matmul: gs.Node, log: PassLog) -> _Growth:
+    growth = _Growth([matmul])
+    for node in in_order(graph):
+        if node is matmul or not any(region.has(t) for t in node.inputs):
+            continue
+        try:
+            joined = _join(region, growth, node)
+        except Refused as why:
+            log.refuse(PASS.name, node, str(why))
+            continue
+        if joined:
+            growth.nodes.append(node)
+    return growth
+
+
+def _join(region: Region, growth: _Growth, node: gs.Node) -> bool:
+    if node.domain == DOMAIN and node.op == "RowMoments":
+        stem = region.builder.add("moments", region.value(node.inputs[0]))
+        growth.rows.update({id(o): (o, f"{stem}.{i}") for i, o in enumerate(node.outputs)})
+        return True
+    if node.op in _REDUCTIONS and reduces_rows(node, node.op):
+        value = region.builder.add(_REDUCTIONS[node.op], region.value(node.inputs[0]))
+        growth.rows[id(node.outputs[0])] = (node.outputs[0], value)
+        return True
+    if node.domain or node.op not in ELEMENTWISE:
+        return False
+    if not same_shape(shape(node.outputs[0]), region.tile):
+        raise Refused(f"its result is larger than the tile {list(map(str, region.tile))}")
+    region.add(node)
+    return True
+
+
+def _stores(graph: gs.Graph, tensor: gs.Variable, inside: set[int]) -> list[_Store]:
+    """How ``tensor`` is written: as it is, or as the column ranges and head layouts that its readers take."""
+    whole = [_Store(tensor)]
+    readers = [u for u in consumers(tensor) if id(u) not in inside]
+    if is_output(graph, tensor) or not readers:
+        return whole
+    stores: list[_Store] = []
+    for reader in readers:
+        columns = _columns(reader)
+        if columns is None:
+            split = _heads(graph, tensor, reader)
+            if split is None:
+                return whole
+            stores.append(_Store(split.outputs[0], None, int(shape(split.outputs[0])[-1]), (reader, split)))
+            continue
+        part = reader.outputs[0]
+        splits = [] if is_output(graph, part) else [_heads(graph, part, u) for u in consumers(part)]
+        if len(splits) == 1 and splits[0] is not None:
+            (reshape,) = consumers(part)
+            heads = splits[0].outputs[0]
+            stores.append(_Store(heads, columns, int(shape(heads)[-1]), (reader, reshape, splits[0])))
+        else:
+            stores.append(_Store(part, columns, None, (reader,)))
+    return stores
+
+
+def _columns(node: gs.Node) -> tuple[int, int] | None:
+    """The column range, if ``node`` slices the last axis by constants."""
+    if node.op != "Slice" or len(node.inputs) < 4:
+        return None
+    bounds = [constant_value(t) for t in node.inputs[1:]]
+    if any(b is None or b.size != 1 for b in bounds):
+        return None
+    start, end, axis, *step = (int(np.asarray(b).reshape(-1)[0]) for b in bounds)
+    dims = shape(node.inputs[0])
+    n = dims[-1]
+    if axis % len(dims) != len(dims) - 1 or step not in ([], [1]) or not isinstance(n, int):
+        return None
+    first, last, _ = slice(start, end).indices(n)
+    return (first, last) if first < last else None
+
+
+def _heads(graph: gs.Graph, tensor: gs.Variable, reshape: gs.Node) -> gs.Node | None:
+    """The Transpose to ``[B,H,S,D]``, if ``reshape`` splits ``[B,S,H·D]`` and all it feeds is that."""
+    dims = shape(tensor)
+    if reshape.op != "Reshape" or len(dims) != 3:
+        return None
+    out = reshape.outputs[0]
+    split = shape(out)
+    if len(split) != 4 or not same_shape(split[:2], dims[:2]) or not isinstance(split[3], int):
+        return None
+    users = consumers(out)
+    if len(users) != 1 or is_output(graph, out) or users[0].op != "Transpose":
+        return None
+    return users[0] if list(users[0].attrs["perm"]) == [0, 2, 1, 3] else None
+
+
+PASS = Pass("grow_epilogue", run)
