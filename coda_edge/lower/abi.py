@@ -1,0 +1,126 @@
+"""The kernel ABI: from TIR functions to objects whose symbols are ``int32_t k(const uint64_t *buffers, const int64_t *ints)``.
+
+A kernel is written as an ordinary PrimFunc: buffer parameters, in order, are the entries of ``buffers``; scalar parameters are
+those of ``ints``. A parameter buffer named ``status`` (int32, one element) is neither: it is the kernel's result, zero unless
+the kernel stores an error code in it. Buffers are aligned to their element only.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import tvm
+from tvm import s_tir, tirx
+from tvm.tirx.buffer import buffer_data_pointer_type, is_buffer_var
+
+STATUS = "status"
+_BODY = "_body"
+_PIPELINE = "coda_kernel"
+
+
+def compile_kernels(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object]) -> bytes:
+    """One relocatable object with a symbol for each function's ``global_symbol``, for the TVM target ``target``."""
+    module = tvm.IRModule({str(f.attrs["global_symbol"]): f for f in funcs})
+    with_status = [str(f.attrs["global_symbol"]) for f in funcs if _reports_status(f)]
+    library = tvm.tirx.build(module, target=dict(target), pipeline=_PIPELINE)
+    text = library.inspect_source("ll")
+    for name in with_status:
+        # TVM's code generator can only return zero: the wrapper gives the body a status word and returns it.
+        text = text.replace(
+            f"define dllexport noundef i32 @{name}{_BODY}(", f"define internal noundef i32 @{name}{_BODY}("
+        )
+        text += _WRAPPER.format(name=name, body=name + _BODY)
+    with tempfile.TemporaryDirectory() as folder:
+        source, path = Path(folder, "kernels.ll"), Path(folder, "kernels.o")
+        source.write_text(text, encoding="utf-8")
+        tvm.runtime.load_module(str(source)).write_to_file(str(path), "o")
+        return path.read_bytes()
+
+
+_WRAPPER = """
+define dllexport i32 @{name}(ptr %buffers, ptr %ints) {{
+  %word = alloca i32
+  store i32 0, ptr %word
+  %ignored = call i32 @{body}(ptr %buffers, ptr %ints, ptr %word)
+  %status = load i32, ptr %word
+  ret i32 %status
+}}
+"""
+
+
+def _reports_status(func: tirx.PrimFunc) -> bool:
+    return any(is_buffer_var(p) and p.name == STATUS for p in func.params)
+
+
+@tirx.transform.prim_func_pass(opt_level=0)
+class PointerArrays:
+    """Replaces a kernel's parameters by the two arrays of the ABI (and the status word, if it has one)."""
+
+    def transform_function(
+        self, func: tirx.PrimFunc, module: tvm.IRModule, context: tvm.transform.PassContext
+    ) -> tirx.PrimFunc:
+        """The function with parameters ``buffers``, ``ints`` and, for a kernel that reports errors, ``status``."""
+        int64 = tvm.ir.PointerType(tvm.ir.PrimType("int64"))
+        params = [tirx.Var("buffers", int64), tirx.Var("ints", int64)]
+        addresses, sizes = (
+            tirx.decl_buffer((len(func.params) + 1,), "int64", data=p, name=f"{p.name}_array") for p in params
+        )
+        prologue: list[tirx.Stmt] = [
+            tirx.DeclBuffer(b, data=p) for b, p in zip((addresses, sizes), params, strict=True)
+        ]
+        buffer_count = int_count = 0
+        symbol = str(func.attrs["global_symbol"])
+        for param in func.params:
+            if not is_buffer_var(param):
+                value = tirx.BufferLoad(sizes, [tirx.const(int_count, "int32")])
+                prologue.append(tirx.stmt.Bind(param, value.astype(param.ty.dtype)))
+                int_count += 1
+                continue
+            pointer = buffer_data_pointer_type(param)
+            data = tirx.Var(f"{param.name}_data", pointer)
+            if param.name == STATUS:
+                params.append(data)
+                symbol += _BODY
+            else:
+                address = tirx.BufferLoad(addresses, [tirx.const(buffer_count, "int32")])
+                prologue.append(tirx.stmt.Bind(data, tirx.call_intrin(pointer, "tirx.reinterpret", address)))
+                buffer_count += 1
+            prologue.append(tirx.DeclBuffer(param, data=data))
+        zero = tirx.const(0, "int32")
+        body = tirx.stmt.AttrStmt("default", "device_type", tirx.const(1, "int32"), func.body)
+        body = tirx.stmt.AttrStmt("default", "device_id", zero, body)
+        kernel = tirx.PrimFunc(
+            params, tirx.SeqStmt([*prologue, body, tirx.Return(zero)]), tvm.ir.PrimType("int32"), func.attrs
+        )
+        kernel = kernel.with_attr("global_symbol", symbol)
+        return kernel.with_attr("tirx.is_entry_func", False).with_attr("calling_conv", 0)
+
+
+def _pipeline() -> tuple[tvm.transform.Pass, Callable[[], tvm.transform.Pass], Callable[[], tvm.transform.Pass]]:
+    """TVM's default CPU lowering, with the steps that only other devices need left out and our ABI in place of its own."""
+    passes = [
+        s_tir.transform.CanonicalizeLoop(),
+        s_tir.transform.LowerInitBlock(),
+        s_tir.transform.PlanAndUpdateBufferAllocationLocation(),
+        s_tir.transform.ConvertBlocksToOpaque(),
+        s_tir.transform.CompactBufferAllocation(),
+        s_tir.transform.LowerMatchBuffer(),
+        s_tir.transform.StmtSimplify(),
+        s_tir.transform.LowerOpaqueBlock(),
+        tirx.transform.FlattenBuffer(),
+        tirx.transform.BF16ComputeLegalize(),
+        tirx.transform.VectorizeLoop(True),
+        tirx.transform.UnrollLoop(),
+        tirx.transform.StmtSimplify(),
+        tirx.transform.RemoveNoOp(),
+        s_tir.transform.RewriteUnsafeSelect(),
+        PointerArrays(),
+        tirx.transform.BF16StorageLegalize(),
+    ]
+    stages = tirx.compilation_pipeline
+    return tvm.ir.transform.Sequential(passes), stages.finalize_host_passes, stages.finalize_device_passes
+
+
+tirx.compilation_pipeline.register_tir_pipeline(_PIPELINE, _pipeline)
