@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..errors import ShapeError
-from .ops import OPERATORS
-from .program import Argument, Attribute, EpilogueProgram, Kind, Output, Param, Step
+from .ops import Group
+from .program import Argument, Attribute, EpilogueProgram, Kind, Output, Param, Step, ValueType, step_type
 
 
 class Builder:
@@ -25,6 +25,8 @@ class Builder:
         self._steps: dict[str, Step] = {}
         self._memo: dict[str, str] = {}
         self._outputs: dict[str, Output] = {}
+        self._types: dict[str, ValueType] = {}
+        self._reduced: set[str] = set()
         if program is None:
             accumulator = acc or Param("acc", Kind.TILE)
             self.param(accumulator.name, accumulator.kind, accumulator.dtype)
@@ -49,36 +51,45 @@ class Builder:
         """Declares an operand and returns its name, which gets a number appended if it is taken."""
         name = self._fresh(name)
         self._params[name] = Param(name, kind, dtype)
+        self._types[name] = (kind, dtype)
         return name
 
     def add(self, op: str, *args: Argument, **attrs: Attribute) -> str:
         """Appends a step, unless there is an equal one; returns the name of its result.
 
-        Of a step of several results that is the stem: they are ``f"{name}.0"``, ``f"{name}.1"``.
+        Of a step of several results that is the stem: they are ``f"{name}.0"``, ``f"{name}.1"``. Raises ShapeError where
+        kinds or dtypes do not fit.
         """
-        if op not in OPERATORS:
-            raise ShapeError(f"unknown epilogue operator '{op}'; there are {', '.join(OPERATORS)}")
-        spelled = [a if isinstance(a, str) else repr(float(a)) for a in args]
-        if OPERATORS[op].commutes:
+        operands = tuple(a if isinstance(a, str) else float(a) for a in args)
+        step = Step(self._fresh(f"v{len(self._steps)}"), op, operands, tuple(sorted(attrs.items())))
+        result = step_type(step, self._types, self._reduced)
+        spelled = [a if isinstance(a, str) else repr(a) for a in operands]
+        if step.operator.commutes:
             spelled.sort()
-        key = " ".join([op, *spelled, *(f"{k}={v}" for k, v in sorted(attrs.items()))])
+        key = " ".join([op, *spelled, *(f"{k}={v}" for k, v in step.attrs)])
         if key not in self._memo:
-            name = self._fresh(f"v{len(self._steps)}")
-            operands = tuple(a if isinstance(a, str) else float(a) for a in args)
-            self._steps[name] = Step(name, op, operands, tuple(sorted(attrs.items())))
-            self._memo[key] = name
+            self._memo[key] = step.result
+            self._steps[step.result] = step
+            self._types.update(dict.fromkeys(step.names, result))
+            if step.operator.group is Group.REDUCE:
+                self._reduced.update(step.names)
         return self._memo[key]
 
-    def output(
-        self,
-        name: str,
-        value: str,
-        kind: Kind = Kind.TILE,
-        columns: tuple[int, int] | None = None,
-        heads: int | None = None,
-    ) -> None:
+    def kind(self, value: str) -> Kind:
+        """The kind of a value."""
+        return self._types[value][0]
+
+    def dtype(self, value: str) -> str:
+        """The dtype of a value."""
+        return self._types[value][1]
+
+    def output(self, name: str, value: str, columns: tuple[int, int] | None = None, heads: int | None = None) -> None:
         """Declares an output, or replaces the one of that name in its place."""
-        self._outputs[name] = Output(name, kind, value, columns, heads)
+        if value not in self._types:
+            raise ShapeError(
+                f"epilogue output '{name}': there is no value '{value}'; there are {', '.join(self._types)}"
+            )
+        self._outputs[name] = Output(name, self.kind(value), value, columns, heads)
 
     def drop_output(self, name: str) -> None:
         """Removes an output."""
@@ -143,5 +154,5 @@ def append(first: EpilogueProgram, second: EpilogueProgram, at: str) -> Epilogue
     for output in second.outputs:
         if output.name in builder.outputs:
             raise ShapeError(f"both epilogues have an output '{output.name}': rename one")
-        builder.output(output.name, values[output.name], output.kind, output.columns, output.heads)
+        builder.output(output.name, values[output.name], output.columns, output.heads)
     return builder.build()

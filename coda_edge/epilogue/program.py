@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -29,6 +29,9 @@ from .ops import OPERATORS, Array, Group, Operator, Rule
 
 Attribute: TypeAlias = "str | int | float"
 Argument: TypeAlias = "str | float"
+
+ValueType: TypeAlias = "tuple[Kind, str]"
+"""Kind and dtype of a value."""
 
 FLOATS = ("f16", "bf16", "f32")
 """Float dtypes, narrowest first."""
@@ -134,6 +137,10 @@ class EpilogueProgram:
     def dtypes(self) -> dict[str, str]:
         """The dtype of every value by name."""
         return {name: dtype for name, (_, dtype) in self._types.items()}
+
+    def operand_dtype(self, step: Step) -> str:
+        """The dtype that ``step``'s operands and literals are converted to before it works (of ``where``: its branches)."""
+        return _operand_dtype(step, self.dtypes())
 
     def step_kind(self, step: Step) -> StepKind:
         """Which of the five kinds ``step`` is, by its operator and its operands."""
@@ -250,25 +257,14 @@ class EpilogueProgram:
                 )
 
     @cached_property
-    def _types(self) -> dict[str, tuple[Kind, str]]:
+    def _types(self) -> dict[str, ValueType]:
         """Kind and dtype of every value, in order of definition."""
         types = {p.name: (p.kind, p.dtype) for p in self.params}
         reduced: set[str] = set()
         for step in self.steps:
-            where = f"epilogue step '{step.result}'"
-            operator = OPERATORS.get(step.op)
-            if operator is None:
-                raise ShapeError(f"{where}: unknown operator '{step.op}'; there are {', '.join(OPERATORS)}")
-            if len(step.args) != operator.arity:
-                raise ShapeError(f"{where}: {step.op} takes {operator.arity} operands, not {len(step.args)}")
-            for arg in step.args:
-                if isinstance(arg, str):
-                    _check_operand(where, arg, types, reduced)
-                elif not isinstance(arg, float) or math.isnan(arg):
-                    raise ShapeError(f"{where}: a literal must be a float and not NaN, found {arg!r}")
-            result = (_result_kind(where, step, types), _result_dtype(where, step, types))
+            result = step_type(step, types, reduced)
             types.update(dict.fromkeys(step.names, result))
-            if operator.group is Group.REDUCE:
+            if step.operator.group is Group.REDUCE:
                 reduced.update(step.names)
         return types
 
@@ -325,6 +321,25 @@ class EpilogueProgram:
                 )
 
 
+def step_type(step: Step, types: Mapping[str, ValueType], reduced: Collection[str]) -> ValueType:
+    """Kind and dtype of ``step``'s results, among values of ``types`` of which ``reduced`` are known only after the last tile.
+
+    Raises ShapeError for an unknown operator or value, a wrong number of operands, and kinds or dtypes that do not fit.
+    """
+    where = f"epilogue step '{step.result}'"
+    operator = OPERATORS.get(step.op)
+    if operator is None:
+        raise ShapeError(f"{where}: unknown operator '{step.op}'; there are {', '.join(OPERATORS)}")
+    if len(step.args) != operator.arity:
+        raise ShapeError(f"{where}: {step.op} takes {operator.arity} operands, not {len(step.args)}")
+    for arg in step.args:
+        if isinstance(arg, str):
+            _check_operand(where, arg, types, reduced)
+        elif not isinstance(arg, float) or math.isnan(arg):
+            raise ShapeError(f"{where}: a literal must be a float and not NaN, found {arg!r}")
+    return _result_kind(where, step, types), _result_dtype(where, step, types)
+
+
 def _is_number(name: str) -> bool:
     try:
         float(name)
@@ -339,7 +354,7 @@ def _unique(names: Sequence[str], what: str) -> None:
         raise ShapeError(f"an epilogue defines {what} '{twice[0]}' twice")
 
 
-def _check_operand(where: str, arg: str, types: Mapping[str, tuple[Kind, str]], reduced: set[str]) -> None:
+def _check_operand(where: str, arg: str, types: Mapping[str, ValueType], reduced: Collection[str]) -> None:
     if arg not in types:
         raise ShapeError(f"{where}: there is no value '{arg}'; there are {', '.join(types)}")
     if arg in reduced:
@@ -349,7 +364,7 @@ def _check_operand(where: str, arg: str, types: Mapping[str, tuple[Kind, str]], 
         )
 
 
-def _result_kind(where: str, step: Step, types: Mapping[str, tuple[Kind, str]]) -> Kind:
+def _result_kind(where: str, step: Step, types: Mapping[str, ValueType]) -> Kind:
     kinds = [types[a][0] for a in step.args if isinstance(a, str)]
     if step.operator.group is Group.REDUCE:
         if kinds != [Kind.TILE]:
@@ -366,50 +381,50 @@ def _result_kind(where: str, step: Step, types: Mapping[str, tuple[Kind, str]]) 
     return next((k for k in kinds if k is not Kind.SCALAR), Kind.SCALAR)
 
 
-def _describe(step: Step, types: Mapping[str, tuple[Kind, str]]) -> str:
-    return ", ".join(f"'{a}' ({types[a][0].value})" if isinstance(a, str) else repr(a) for a in step.args)
+def _describe(step: Step, types: Mapping[str, ValueType]) -> str:
+    return ", ".join(f"'{a}' ({types[a][0].value} {types[a][1]})" if isinstance(a, str) else repr(a) for a in step.args)
 
 
-def _result_dtype(where: str, step: Step, types: Mapping[str, tuple[Kind, str]]) -> str:
-    dtypes = [types[a][1] if isinstance(a, str) else None for a in step.args]
+def _result_dtype(where: str, step: Step, types: Mapping[str, ValueType]) -> str:
     rule = step.operator.rule
     if (rule is Rule.CAST) != (tuple(name for name, _ in step.attrs) == ("to",)) or (
         rule is not Rule.CAST and step.attrs
     ):
         raise ShapeError(f"{where}: cast has one attribute, to=DTYPE; other operators have none")
-    if rule is Rule.CAST:
-        if step.attr("to") not in DTYPES:
-            raise ShapeError(f"{where}: cast to unknown dtype {step.attr('to')}: use one of {', '.join(DTYPES)}")
-        return str(step.attr("to"))
-    if rule is Rule.SELECT:
-        if dtypes[0] != "bool":
-            raise ShapeError(f"{where}: where chooses by a bool value, not by {_describe(step, types)}")
-        dtypes = dtypes[1:]
-    common = common_dtype([d for d in dtypes if d])
-    allowed = {
-        Rule.FLOAT: FLOATS,
-        Rule.PREDICATE: FLOATS,
-        Rule.STATISTIC: FLOATS,
-        Rule.NUMERIC: (*FLOATS, *INTEGERS),
-        Rule.LOGIC: ("bool",),
-    }.get(rule, DTYPES)
-    if common not in allowed:
-        found = ", ".join(d or "literal" for d in dtypes)
-        raise ShapeError(f"{where}: {step.op} of {found}; it takes {rule.value} operands of one dtype: cast first")
+    if rule is Rule.CAST and step.attr("to") not in DTYPES:
+        raise ShapeError(f"{where}: cast to unknown dtype {step.attr('to')}: use one of {', '.join(DTYPES)}")
+    if rule is Rule.SELECT and (not isinstance(step.args[0], str) or types[step.args[0]][1] != "bool"):
+        raise ShapeError(f"{where}: where chooses by a bool value, not by {_describe(step, types)}")
+    common = _operand_dtype(step, {name: dtype for name, (_, dtype) in types.items()})
+    if common not in _OPERANDS.get(rule, DTYPES):
+        raise ShapeError(
+            f"{where}: {step.op} takes {rule.value} operands of one dtype, not {_describe(step, types)}: cast first"
+        )
     literals = [a for a in step.args if isinstance(a, float)]
     if common not in FLOATS and not all(a.is_integer() for a in literals):
         raise ShapeError(f"{where}: literals {literals} do not fit the dtype {common} of the other operands")
-    results = {Rule.COMPARE: "bool", Rule.PREDICATE: "bool", Rule.STATISTIC: "f32"}
-    return results.get(rule, common)
+    if rule is Rule.CAST:
+        return str(step.attr("to"))
+    return {Rule.COMPARE: "bool", Rule.PREDICATE: "bool", Rule.STATISTIC: "f32"}.get(rule, common)
 
 
-def common_dtype(dtypes: Sequence[str]) -> str:
-    """The dtype in which values of ``dtypes`` are combined: literals alone make f32, floats widen; '' if they do not mix."""
-    unique = set(dtypes)
+_OPERANDS = {
+    Rule.FLOAT: FLOATS,
+    Rule.PREDICATE: FLOATS,
+    Rule.STATISTIC: FLOATS,
+    Rule.NUMERIC: (*FLOATS, *INTEGERS),
+    Rule.LOGIC: ("bool",),
+}
+
+
+def _operand_dtype(step: Step, dtypes: Mapping[str, str]) -> str:
+    """The dtype of ``step``'s operands (of ``where``'s branches), '' if they do not mix."""
+    args = step.args[1:] if step.operator.rule is Rule.SELECT else step.args
+    unique = {dtypes[a] for a in args if isinstance(a, str)}
     if not unique:
         return "f32"
-    if len(unique) == 1:
-        return dtypes[0]
+    if len(unique) == 1 and step.operator.rule is not Rule.STATISTIC:
+        return unique.pop()
     return "f32" if unique <= set(FLOATS) else ""
 
 

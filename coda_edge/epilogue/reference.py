@@ -43,7 +43,7 @@ def evaluate(
         values[param.name] = _hold(_place(program, param, np.asarray(given[param.name]), acc), param.dtype, dtype)
     with np.errstate(all="ignore"):
         for step in program.steps:
-            values.update(_run(step, values, dtypes, dtype))
+            values.update(_run(step, program.operand_dtype(step), values, dtypes, dtype))
     return {o.name: _store(program, o, values[o.value], acc.shape, rows_per_batch) for o in program.outputs}
 
 
@@ -71,9 +71,10 @@ def _place(program: EpilogueProgram, param: Param, array: Array, acc: Array) -> 
     return array
 
 
-def _run(step: Step, values: Mapping[str, Array], dtypes: Mapping[str, str], dtype: np.dtype[Any]) -> dict[str, Array]:
-    literal = next((dtypes[a] for a in reversed(step.args) if isinstance(a, str)), "f32")
-    args = [values[a] if isinstance(a, str) else np.asarray(a, _EXACT.get(literal, dtype)) for a in step.args]
+def _run(
+    step: Step, literal: str, values: Mapping[str, Array], dtypes: Mapping[str, str], dtype: np.dtype[Any]
+) -> dict[str, Array]:
+    args = (values[a] if isinstance(a, str) else _hold(np.asarray(a), literal, dtype) for a in step.args)
     results = step.operator.numpy(*args)
     results = results if isinstance(results, tuple) else (results,)
     return {name: _hold(np.asarray(r), dtypes[name], dtype) for name, r in zip(step.names, results, strict=True)}
