@@ -34,7 +34,7 @@ from coda_edge.ir import (
     sort,
 )
 
-from .base import Pass, PassLog
+from .base import Pass, PassLog, sources
 from .region import Refused, Region, score_kind
 
 _SWAP = (0, 1, 3, 2)
@@ -164,6 +164,7 @@ def _rewrite(graph: gs.Graph, editor: GraphEditor, softmax: gs.Node, match: _Mat
         domain=DOMAIN,
         score=str(program),
         guard=int(match.guard),
+        source=sources([match.product, *match.between, softmax, match.output]),
     )
     _connect(graph, editor, match.output.outputs[0], merged, base)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import onnx_graphsurgeon as gs
@@ -32,6 +32,14 @@ class PassLog:
     def reasons(self, node_name: str) -> list[str]:
         """The reasons recorded for a node."""
         return [r.reason for r in self.refusals if r.node == node_name]
+
+
+def sources(nodes: Iterable[gs.Node]) -> list[str]:
+    """Where a fused node comes from: ``"op name"`` of each node, or what a fused node among them came from itself."""
+    found: list[str] = []
+    for node in nodes:
+        found += node.attrs["source"] if "source" in node.attrs else [f"{node.op} {node.name}"]
+    return found
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from coda_edge.ir import (
     remove_nodes,
 )
 
-from .base import Pass, PassLog
+from .base import Pass, PassLog, sources
 
 #: Constants of up to this many elements are written into a Map's body; larger ones are its inputs.
 LITERAL_SIZE = 16
@@ -76,8 +76,9 @@ def _replace(editor: GraphEditor, group: list[gs.Node], sink: gs.Node) -> None:
     outputs = [o for n in group if n is sink or n.op == "RowMoments" for o in n.outputs]
     body = _body(group, inputs, outputs)
     name = sink.name or sink.outputs[0].name
+    source = sources(group)
     remove_nodes(editor.graph, group)
-    editor.node("Map", inputs, outputs, f"{name}.map", domain=DOMAIN, body=body)
+    editor.node("Map", inputs, outputs, f"{name}.map", domain=DOMAIN, body=body, source=source)
 
 
 def _is_literal(tensor: Tensor) -> bool:

@@ -39,7 +39,7 @@ from coda_edge.ir import (
     sort,
 )
 
-from .base import Pass, PassLog
+from .base import Pass, PassLog, sources
 from .region import Refused, Region, row_kind
 
 _REDUCTIONS = {"ReduceMean": "mean", "ReduceSum": "sum", "ReduceMax": "max", "ReduceSumSquare": "sumsq"}
@@ -101,8 +101,9 @@ def _rewrite(graph: gs.Graph, editor: GraphEditor, matmul: gs.Node, log: PassLog
     program, operands = region.build()
     inputs = [*matmul.inputs, *operands]
     name = matmul.name or outputs[0].name
+    source = sources([*growth.nodes, *region.recomputed, *absorbed])
     remove_nodes(graph, [*growth.nodes, *absorbed])
-    editor.node("Gemm", inputs, outputs, f"{name}.gemm", domain=DOMAIN, epilogue=str(program))
+    editor.node("Gemm", inputs, outputs, f"{name}.gemm", domain=DOMAIN, epilogue=str(program), source=source)
 
 
 def _grow(graph: gs.Graph, region: Region, matmul: gs.Node, log: PassLog) -> _Growth:

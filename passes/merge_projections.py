@@ -19,7 +19,7 @@ from coda_edge.epilogue.ops import Group
 from coda_edge.epilogue.program import EpilogueProgram, Kind
 from coda_edge.ir import DOMAIN, GraphEditor, constant_value, descendants, in_order, remove_nodes, sort
 
-from .base import Pass, PassLog
+from .base import Pass, PassLog, sources
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,10 @@ def _join(editor: GraphEditor, group: list[_Candidate]) -> None:
             outputs.append(tensor)
         start += candidate.columns
     name = first.node.name
-    remove_nodes(editor.graph, [c.node for c in group])
-    editor.node("Gemm", inputs, outputs, f"{name}.joined", domain=DOMAIN, epilogue=str(builder.build()))
+    nodes = [c.node for c in group]
+    source = sources(nodes)
+    remove_nodes(editor.graph, nodes)
+    editor.node("Gemm", inputs, outputs, f"{name}.joined", domain=DOMAIN, epilogue=str(builder.build()), source=source)
 
 
 def _column(candidate: _Candidate, index: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:

@@ -97,6 +97,12 @@ class Region:
         self._inline = inline
         self._values: dict[int, Argument] = {id(acc): "acc"}
         self._after = descendants(acc.inputs[0])
+        self._recomputed: list[gs.Node] = []
+
+    @property
+    def recomputed(self) -> list[gs.Node]:
+        """The nodes outside the region that it computes again."""
+        return list(self._recomputed)
 
     def build(self) -> tuple[EpilogueProgram, list[Tensor]]:
         """The program, and the tensors of its parameters behind the accumulator."""
@@ -143,6 +149,7 @@ class Region:
             source = producer(tensor)
             assert source is not None
             self.add(source)
+            self._recomputed.append(source)
             return self._values[id(tensor)]
         source = producer(tensor)
         if source is not None and id(source) in self._after:

@@ -1,0 +1,94 @@
+"""Norms, gains and scales before a MatMul move into its weights and behind it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from rewriting import Array, model, normal, rewrite
+
+from coda_edge.epilogue.program import EpilogueProgram
+from coda_edge.passes import absorb_norm, grow_epilogue, row_moments
+
+_PASSES = [row_moments.PASS, absorb_norm.PASS]
+_CONSTANTS: dict[str, Array] = {
+    "w": normal(24, 40, seed=1),
+    "c": normal(40, seed=2),
+    "g": normal(24, seed=3),
+    "b": normal(24, seed=4),
+    "eps": np.float32(1e-5),
+    "last": np.array([-1]),
+    "two": np.float32(2),
+}
+_NORMS = {
+    "LayerNormalization": "n = LayerNormalization <epsilon = 1e-5> (x, g, b)",
+    "LayerNormalization without bias": "n = LayerNormalization <epsilon = 1e-5> (x, g)",
+    "spelled out": """m = ReduceMean(x, last) d = Sub(x, m) s = Pow(d, two) v = ReduceMean(s, last) e = Add(v, eps)
+        r = Sqrt(e) q = Div(d, r) h = Mul(q, g) n = Add(h, b)""",
+    "RMSNorm by Reciprocal": """s = Mul(x, x) v = ReduceMean(s, last) e = Add(v, eps) r = Sqrt(e) i = Reciprocal(r)
+        q = Mul(x, i) n = Mul(g, q)""",
+    "RMSNorm by Div": "s = Pow(x, two) v = ReduceMean(s, last) e = Add(v, eps) r = Sqrt(e) q = Div(x, r) n = Mul(q, g)",
+}
+
+
+@pytest.mark.parametrize("norm", _NORMS)
+def test_norm_is_absorbed(norm: str) -> None:
+    m = model(
+        f"g (float[B, S, 24] x) => (float[B, S, 40] y) {{ {_NORMS[norm]} p = MatMul(n, w) y = Add(p, c) }}", _CONSTANTS
+    )
+    done = rewrite(m, _PASSES)
+    assert done.log.rewrites["absorb_norm"] == 1
+    (matmul,) = [n for n in done.graph.nodes if n.op == "MatMul"]
+    assert matmul.inputs[0].name == "x"
+    assert done.error({"x": normal(3, 7, 24)}) < 2e-6
+
+
+@pytest.mark.parametrize("ratio", [1.0, 100.0, 1000.0])
+def test_a_large_mean_costs_no_more_than_storing_it_does(ratio: float) -> None:
+    """Against float64: the error stays within a small multiple of the rounding of x itself, ratio · 2^-24."""
+    text = f"g (float[B, 24] x) => (float[B, 40] y) {{ {_NORMS['LayerNormalization']} y = MatMul(n, w) }}"
+    m = model(text, _CONSTANTS)
+    x = normal(64, 24) + np.float32(ratio)
+    wide = x.astype(np.float64)
+    d = wide - wide.mean(-1, keepdims=True)
+    n = d / np.sqrt((d * d).mean(-1, keepdims=True) + 1e-5) * _CONSTANTS["g"] + _CONSTANTS["b"]
+    expected = n @ _CONSTANTS["w"].astype(np.float64)
+    from rewriting import run
+
+    from coda_edge import export
+
+    (found,) = run(export.to_model(rewrite(m, _PASSES).graph), {"x": x})
+    assert np.abs(found - expected).max() / np.abs(expected).max() < 4 * (ratio + 1) * 2.0**-23
+
+
+def test_two_gemms_share_one_norm() -> None:
+    m = model(
+        f"""g (float[B, S, 24] x) => (float[B, S, 40] y) {{ {_NORMS["LayerNormalization"]}
+            p = MatMul(n, w) q = MatMul(n, u) t = Tanh(q) y = Mul(p, t) }}""",
+        _CONSTANTS | {"u": normal(24, 40, seed=9)},
+    )
+    done = rewrite(m, [*_PASSES, grow_epilogue.PASS])
+    assert done.ops() == {"RowMoments": 1, "Gemm": 2}
+    assert done.error({"x": normal(2, 5, 24)}) < 2e-6
+
+
+def test_bias_of_the_raw_tensor_stays_where_its_statistics_are_taken() -> None:
+    m = model(
+        f"""g (float[B, S, 12] a) => (float[B, S, 40] y) {{ t = MatMul(a, u) x = Add(t, b)
+            {_NORMS["LayerNormalization"]} y = MatMul(n, w) }}""",
+        _CONSTANTS | {"u": normal(12, 24, seed=9)},
+    )
+    done = rewrite(m, [*_PASSES, grow_epilogue.PASS])
+    first, second = [n for n in done.graph.nodes if n.op == "Gemm"]
+    assert [s.op for s in EpilogueProgram.parse(first.attrs["epilogue"]).steps] == ["add", "moments"]
+    assert second.inputs[0] is first.outputs[0]
+    assert done.error({"a": normal(2, 5, 12)}) < 2e-6
+
+
+def test_half_precision_is_refused_with_a_reason() -> None:
+    m = model(
+        "g (float16[B, 24] x) => (float16[B, 40] y) { n = Mul(x, g) y = MatMul(n, w) }",
+        {"w": normal(24, 40).astype(np.float16), "g": normal(24).astype(np.float16)},
+    )
+    done = rewrite(m, _PASSES)
+    assert done.log.rewrites["absorb_norm"] == 0
+    assert "float16" in done.log.refusals[0].reason
