@@ -78,6 +78,34 @@ def default_sizes(specs: Sequence[InputSpec], batch: int = 1, length: int = 128)
     return sizes
 
 
+def bind_sizes(specs: Sequence[InputSpec], shapes: Mapping[str, Sequence[int | str]]) -> dict[str, int]:
+    """The symbols' values that make each input of ``shapes`` have the numbers given there; names in a shape stay open.
+
+    Raises ShapeError for an unknown input, another rank, or numbers that contradict the model or each other.
+    """
+    by_name = {spec.name: spec for spec in specs}
+    sizes: dict[str, int] = {}
+    for name, given in shapes.items():
+        if name not in by_name:
+            raise ShapeError(f"no input is called '{name}'; the inputs are {', '.join(by_name)}")
+        dims = by_name[name].shape
+        if len(dims) != len(given):
+            raise ShapeError(f"input '{name}' has {len(dims)} dimensions, its shape was given with {len(given)}")
+        for axis, (dim, number) in enumerate(zip(dims, given, strict=True)):
+            if isinstance(number, str):
+                continue
+            if not isinstance(dim, int) and dim.is_Symbol:
+                expected = sizes.setdefault(dim.name, number)
+            else:
+                known = isinstance(dim, int) or all(s.name in sizes for s in dim.free_symbols)
+                expected = evaluate(dim, sizes) if known else number
+            if expected != number:
+                raise ShapeError(
+                    f"input '{name}': dimension {axis} was given as {number}, but it is {dim} = {expected}"
+                )
+    return sizes
+
+
 def generate_inputs(
     model: onnx.ModelProto | Sequence[InputSpec],
     sizes: Mapping[str, int] | None = None,

@@ -1,0 +1,44 @@
+# Every target works on a fresh clone: it needs python3 (3.10 or later) and a C and C++ compiler, and installs the rest
+# into .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+BUILD := build
+
+.PHONY: demo test lint types warnings pytest bench clean
+
+demo: $(VENV)/installed
+	mkdir -p $(BUILD)
+	$(BIN)/coda-edge optimize "$$($(BIN)/python -m models.minilm)" -o $(BUILD)/minilm.coda
+	$(BIN)/python -m models.demo $(BUILD)/minilm.coda
+	$(BIN)/python -m benchmarks.minilm $(BUILD)/minilm.coda
+
+test: lint types warnings pytest
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/installed
+	$(BIN)/mypy
+
+# The runtime by itself, as a program that embeds it builds it; warnings are errors.
+warnings: $(VENV)/installed
+	$(BIN)/cmake -S . -B $(BUILD)/runtime
+	$(BIN)/cmake --build $(BUILD)/runtime
+
+pytest: $(VENV)/installed
+	$(BIN)/python -m pytest -q
+
+bench: $(VENV)/installed
+	$(BIN)/python -m benchmarks.minilm
+
+clean:
+	rm -rf $(VENV) $(BUILD)
+
+# Editable, so that Python sources are used in place; what the runtime is built from makes it out of date.
+$(VENV)/installed: pyproject.toml CMakeLists.txt $(shell find runtime -name '*.[ch]' -o -name '*.cpp' -o -name CMakeLists.txt)
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -e ".[demo,test,dev]"
+	touch $@

@@ -1,0 +1,1 @@
+"""Timings of real models against onnxruntime and against what the machine can do."""

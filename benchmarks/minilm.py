@@ -1,0 +1,53 @@
+"""MiniLM-L6, one sentence of 128 or 32 tokens, on one and two threads: ``python -m benchmarks.minilm [BUNDLE]``.
+
+Without BUNDLE the model is optimized first. The last column is what the kernels' arithmetic over the whole time of a run
+comes to, as a fraction of the machine's fused multiply-add peak on as many threads.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import coda_edge
+from coda_edge.bench import bench, ort_session
+from models import minilm
+
+from .peak import fma_peak
+
+LENGTHS = (128, 32)
+THREADS = (1, 2)
+
+
+def main(bundle: str) -> None:
+    """Prints one row for each length and number of threads."""
+    table = Table(title="MiniLM-L6, fp32, batch 1", title_justify="left", box=None)
+    for heading in ("tokens", "threads", "coda-edge ms", "onnxruntime ms", "speed-up", "error", "of FMA peak"):
+        table.add_column(heading, justify="right")
+    for threads in THREADS:
+        peak = fma_peak(threads)
+        reference = ort_session(str(minilm.path()), threads)
+        with coda_edge.Session(bundle, threads=threads) as session:
+            for length in LENGTHS:
+                feeds = minilm.feeds([" ".join(minilm.SENTENCES * 8)], pad_to=length)
+                result = bench(session, feeds, {"onnxruntime": reference}, threads)
+                peer = result.against["onnxruntime"]
+                flops = sum(step.flops for step in session.profile())
+                fraction = flops / (result.ours_ms * 1e-3) / peak
+                times = (f"{result.ours_ms:.2f}", f"{peer.ms:.2f}", f"{peer.ratio:.2f} ×")
+                table.add_row(str(length), str(threads), *times, f"{peer.max_rel_error:.0e}", f"{fraction:.0%}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main(sys.argv[1])
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            built = str(Path(folder) / "minilm.coda")
+            coda_edge.optimize(minilm.path()).save(built)
+            main(built)

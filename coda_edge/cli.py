@@ -1,0 +1,287 @@
+"""The command ``coda-edge``: optimize, run, bench, inspect, targets.
+
+Every command takes ``--json``: stdout then carries exactly one JSON object. Progress goes to stderr. An error is one line
+on stderr, ``ErrorType: message``, with exit code 1 (with ``--json`` also ``{"error": …}`` on stdout); a usage error has
+exit code 2, as click gives it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from . import __version__
+from .errors import CodaError, InvalidModel
+from .files import existing, load_arrays, save_arrays
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+    from .bench import BenchResult
+    from .inputs import Feeds, InputSpec
+    from .report import Report
+    from .session import Session
+
+Shapes = dict[str, tuple[int | str, ...]]
+
+_TIMING_ROUNDS = 5
+
+
+class _Commands(click.Group):
+    """A group that turns errors of the package into one line and exit code 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (CodaError, OSError) as e:
+            message = " ".join(str(e).split())
+            click.echo(f"{type(e).__name__}: {message}", err=True)
+            if ctx.meta.get("json"):
+                _print_json({"error": {"type": type(e).__name__, "message": message}})
+            ctx.exit(1)
+
+
+class _ShapeType(click.ParamType):
+    """``NAME=1x128`` or ``NAME=batch,128``: sizes are numbers, or names for sizes that stay open."""
+
+    name = "NAME=SHAPE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        name, equals, text = str(value).rpartition("=")
+        sizes = [s.strip() for s in text.split("," if "," in text else "x")] if text.strip() else []
+        if not (name and equals) or not all(s.isdecimal() or s.isidentifier() for s in sizes):
+            self.fail(f"{value!r} is not of the form NAME=1x128", param, ctx)
+        return name, tuple(int(s) if s.isdecimal() else s for s in sizes)
+
+
+def _remember_json(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
+    ctx.meta["json"] = value
+    return value
+
+
+_PATH = click.Path(path_type=Path)
+_json_option = click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    is_eager=True,
+    callback=_remember_json,
+    help="Print one JSON object instead of tables.",
+)
+_shape_option = click.option(
+    "--shape", "shapes", type=_ShapeType(), multiple=True, help="Shape of an input, as NAME=1x128. May be repeated."
+)
+_threads_option = click.option(
+    "--threads", type=click.IntRange(1), help="Threads to use; all available cores by default."
+)
+
+
+@click.group(cls=_Commands)
+@click.version_option(__version__, prog_name="coda-edge")
+def main() -> None:
+    """Rewrites exported ONNX Transformers into GEMM-plus-epilogue kernels, and runs them."""
+
+
+@main.command()
+@click.argument("model", type=_PATH)
+@click.option("-o", "--output", type=_PATH, help="The bundle to write; MODEL with the suffix .coda by default.")
+@click.option("--onnx", "onnx_output", type=_PATH, help="Also write the optimized graph as ONNX.")
+@click.option("--target", default="native", show_default=True, help="What to build for; see coda-edge targets.")
+@_shape_option
+@click.option("--no-verify", is_flag=True, help="Neither compare with onnxruntime nor time against it.")
+@_json_option
+def optimize(
+    model: Path,
+    output: Path | None,
+    onnx_output: Path | None,
+    target: str,
+    shapes: tuple[tuple[str, tuple[int | str, ...]], ...],
+    no_verify: bool,
+    as_json: bool,
+) -> None:
+    """Optimizes MODEL (.onnx) into one bundle that the runtime executes."""
+    from .optimize import optimize as run_optimize
+
+    bundle = output or existing(model).with_suffix(".coda")
+    with _progress() as advance:
+        optimized = run_optimize(
+            existing(model), target=target, shapes=dict(shapes) or None, verify=not no_verify, progress=advance
+        )
+        optimized.save(bundle)
+        if onnx_output:
+            optimized.save_onnx(onnx_output)
+        report = optimized.report
+        if not no_verify and _runs_here(report.target):
+            advance("timing", 0.0)
+            report = _timed(report, bundle, model, dict(shapes), lambda fraction: advance("timing", fraction))
+    if as_json:
+        written = {"model": str(model), "bundle": str(bundle), "onnx": str(onnx_output) if onnx_output else None}
+        _print_json(report.to_json() | written)
+    else:
+        report.render(Console(), f"{model.name} → {bundle}")
+
+
+@main.command()
+@click.argument("bundle", type=_PATH)
+@click.option("--inputs", type=_PATH, required=True, help="An .npz file with one array for each input.")
+@click.option("--outputs", type=_PATH, required=True, help="The .npz file to write, one array for each output.")
+@_threads_option
+@_json_option
+def run(bundle: Path, inputs: Path, outputs: Path, threads: int | None, as_json: bool) -> None:
+    """Runs BUNDLE once on arrays from a file."""
+    feeds = load_arrays(inputs)
+    with _open(bundle, threads) as session:
+        names = [o.name for o in session.get_outputs()]
+        start = time.perf_counter()
+        results = dict(zip(names, session.run(names, feeds), strict=True))
+        seconds = time.perf_counter() - start
+        save_arrays(outputs, results)
+    described = {name: {"dtype": str(a.dtype), "shape": list(a.shape)} for name, a in results.items()}
+    if as_json:
+        _print_json({"outputs": described, "file": str(outputs), "ms": seconds * 1e3})
+    else:
+        for name, d in described.items():
+            click.echo(f"{name}: {d['dtype']} {d['shape']}")
+        click.echo(f"{seconds * 1e3:.2f} ms (first run), written to {outputs}")
+
+
+@main.command()
+@click.argument("bundle", type=_PATH)
+@click.option("--against", type=_PATH, help="The ONNX model to time in onnxruntime and to compare outputs with.")
+@click.option("--inputs", type=_PATH, help="An .npz file with the inputs; made up if not given.")
+@_shape_option
+@click.option("--rounds", type=click.IntRange(1), default=15, show_default=True, help="Blocks for each engine.")
+@_threads_option
+@_json_option
+def bench(
+    bundle: Path,
+    against: Path | None,
+    inputs: Path | None,
+    shapes: tuple[tuple[str, tuple[int | str, ...]], ...],
+    rounds: int,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Times BUNDLE, in turn with onnxruntime on the original model if --against names it."""
+    if against:
+        existing(against)
+    with _open(bundle, threads) as session, _progress() as advance:
+        feeds = load_arrays(inputs) if inputs else _made_up(session, against, dict(shapes))
+        result = _bench(session, against, feeds, rounds, lambda fraction: advance("timing", fraction))
+    if as_json:
+        _print_json(result.to_json())
+    else:
+        result.render(Console(), bundle.name)
+
+
+@main.command()
+@click.argument("file", type=_PATH)
+@_json_option
+def inspect(file: Path, as_json: bool) -> None:
+    """Shows what is in FILE: a bundle (.coda) or an ONNX model."""
+    from .cli_inspect import inspect_file
+
+    found = inspect_file(existing(file))
+    if as_json:
+        _print_json(found.to_json())
+    else:
+        found.render(Console())
+
+
+@main.command()
+@_json_option
+def targets(as_json: bool) -> None:
+    """Lists what bundles can be built for."""
+    from .cli_inspect import target_list
+
+    found = target_list()
+    if as_json:
+        _print_json(found.to_json())
+    else:
+        found.render(Console())
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """A progress bar on stderr; yields what moves it: ``advance(stage, fraction of the whole)``."""
+    columns = (TextColumn("{task.description:<12}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=1.0)
+        yield lambda stage, fraction: bar.update(task, description=stage, completed=fraction)
+
+
+def _open(bundle: Path, threads: int | None) -> Session:
+    from .session import Session
+
+    return Session(str(existing(bundle)), threads=threads)
+
+
+def _runs_here(target: str) -> bool:
+    from .cli_inspect import target_list
+
+    return any(t.name == target and t.runs_here for t in target_list().targets)
+
+
+def _timed(report: Report, bundle: Path, model: Path, shapes: Shapes, advance: Callable[[float], None]) -> Report:
+    """``report`` with the times of a run here, at its sizes."""
+    from .inputs import bind_sizes, generate_inputs
+
+    with _open(bundle, None) as session:
+        specs = _specs(session, model)
+        feeds = generate_inputs(specs, {**report.sizes, **bind_sizes(specs, shapes)})
+        result = _bench(session, model, feeds, _TIMING_ROUNDS, advance)
+    peer = result.against["onnxruntime"]
+    return replace(report, ours_ms=result.ours_ms, ort_ms=peer.ms, ratio=peer.ratio, threads=result.threads)
+
+
+def _specs(session: Session, model: Path | None) -> list[InputSpec]:
+    """The inputs to make up: of the model where it is known, with the bounds of its tables, or else of the bundle."""
+    from .inputs import InputSpec, input_specs
+    from .symbolic import parse_dim
+
+    if model:
+        from .frontend import load
+
+        return input_specs(load(model))
+    return [InputSpec(i.name, _numpy_name(i.type), tuple(parse_dim(d) for d in i.shape)) for i in session.get_inputs()]
+
+
+def _numpy_name(ort_type: str) -> str:
+    """onnxruntime's name of a tensor type, ``tensor(float)``, as numpy's, ``float32``."""
+    element = ort_type.removeprefix("tensor(").removesuffix(")")
+    return {"float": "float32", "double": "float64"}.get(element, element)
+
+
+def _made_up(session: Session, model: Path | None, shapes: Shapes) -> Feeds:
+    from .inputs import bind_sizes, generate_inputs
+
+    specs = _specs(session, model)
+    return generate_inputs(specs, bind_sizes(specs, shapes))
+
+
+def _bench(
+    session: Session, model: Path | None, feeds: Feeds, rounds: int, advance: Callable[[float], None]
+) -> BenchResult:
+    from .bench import bench as time_in_turn
+    from .bench import ort_session
+
+    peers: dict[str, onnxruntime.InferenceSession] = {}
+    if model:
+        try:
+            peers["onnxruntime"] = ort_session(str(model), session.threads)
+        except Exception as e:
+            raise InvalidModel(f"onnxruntime cannot load {model}: {e}") from e
+    return time_in_turn(session, feeds, peers, session.threads, rounds, advance)
+
+
+def _print_json(value: Mapping[str, Any]) -> None:
+    click.echo(json.dumps(value, allow_nan=False, default=str))

@@ -1,0 +1,250 @@
+"""What ``coda-edge inspect`` and ``coda-edge targets`` show, as JSON and as tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .inputs import default_sizes, input_specs
+from .report import census, megabytes
+
+if TYPE_CHECKING:
+    import onnx
+
+    from .bundle.plan import Bundle, ExprTable, TensorInfo
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """An input or output: numpy dtype name, sizes in words."""
+
+    name: str
+    dtype: str
+    shape: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StepView:
+    """A kernel call of a plan; ``flops`` and ``bytes`` at the sizes of the view."""
+
+    name: str
+    kernel: str
+    flops: int
+    bytes: int
+    source: str
+
+
+@dataclass(frozen=True)
+class BundleView:
+    """What a bundle holds. ``sizes`` are the ones at which flops and bytes were worked out."""
+
+    file: str
+    inputs: tuple[TensorView, ...]
+    outputs: tuple[TensorView, ...]
+    steps: tuple[StepView, ...]
+    kernels: int
+    features: tuple[str, ...]
+    constants_bytes: int
+    library_bytes: int
+    sizes: dict[str, int]
+    metadata: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain values, and ``kind: "bundle"``."""
+        return {"kind": "bundle", **asdict(self)}
+
+    def render(self, console: Console) -> None:
+        """The view as tables on ``console``."""
+        summary = _summary(self.file)
+        for key, value in self.metadata.items():
+            summary.add_row(key, Text(value if len(value) < 100 else value[:97] + "…"))
+        summary.add_row("needs", " ".join(self.features) or "no particular CPU features")
+        summary.add_row("constants", megabytes(self.constants_bytes))
+        summary.add_row("kernels", f"{self.kernels} in {megabytes(self.library_bytes)}, called {len(self.steps)} times")
+        console.print(summary)
+        console.print(_tensor_table(self.inputs, self.outputs))
+        at = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        table = _table(f"plan{f', at {at}' if at else ''}", "#", "step", "kernel", "MFLOP", "MB", "from")
+        for number, step in enumerate(self.steps):
+            work = (f"{step.flops / 1e6:.2f}", f"{step.bytes / 1e6:.2f}")
+            table.add_row(str(number), Text(step.name), Text(step.kernel), *work, Text(step.source))
+        console.print(table)
+
+
+@dataclass(frozen=True)
+class FunctionView:
+    """A fused operator in an optimized model: an ONNX function of domain ``coda``, how often it is called, its program."""
+
+    name: str
+    calls: int
+    program: str
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """What an ONNX model holds."""
+
+    file: str
+    producer: str
+    ir_version: int
+    opsets: dict[str, int]
+    inputs: tuple[TensorView, ...]
+    outputs: tuple[TensorView, ...]
+    nodes: int
+    operators: dict[str, int]
+    functions: tuple[FunctionView, ...]
+    weights_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain values, and ``kind: "onnx"``."""
+        return {"kind": "onnx", **asdict(self)}
+
+    def render(self, console: Console) -> None:
+        """The view as tables on ``console``."""
+        summary = _summary(self.file)
+        summary.add_row("producer", Text(self.producer or "unknown"))
+        summary.add_row(
+            "opsets", ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in self.opsets.items())
+        )
+        summary.add_row("weights", megabytes(self.weights_bytes))
+        names = [op for op, count in self.operators.items() for _ in range(count)]
+        summary.add_row("nodes", f"{self.nodes}: {census(names)}")
+        console.print(summary)
+        console.print(_tensor_table(self.inputs, self.outputs))
+        if self.functions:
+            table = _table("fused operators", "function", "calls", "program")
+            for f in self.functions:
+                table.add_row(Text(f.name), str(f.calls), Text(f.program))
+            console.print(table)
+
+
+def inspect_file(path: Path) -> BundleView | ModelView:
+    """What ``path`` holds: by its suffix a model (``.onnx``), or else a bundle."""
+    return inspect_model(path) if path.suffix == ".onnx" else inspect_bundle(path)
+
+
+def inspect_bundle(path: Path) -> BundleView:
+    """Reads and verifies a bundle; raises BundleError if it is not a whole one."""
+    from .bundle.reader import read
+    from .inputs import InputSpec
+    from .symbolic import parse_dim
+
+    bundle: Bundle = read(path)
+    plan = bundle.plan
+    inputs, outputs = (tuple(_tensor_view(t, plan.exprs) for t in side) for side in (plan.inputs, plan.outputs))
+    specs = [InputSpec(i.name, i.dtype, tuple(parse_dim(_number(d)) for d in i.shape)) for i in inputs]
+    sizes = default_sizes(specs)
+    values = plan.exprs.evaluate(sizes)
+    return BundleView(
+        file=str(path),
+        inputs=inputs,
+        outputs=outputs,
+        steps=tuple(
+            StepView(s.name, plan.kernels[s.kernel], values[s.flops], values[s.bytes], s.source) for s in plan.steps
+        ),
+        kernels=len(plan.kernels),
+        features=tuple(bundle.features),
+        constants_bytes=int(bundle.constants.nbytes),
+        library_bytes=len(bundle.library),
+        sizes=sizes,
+        metadata=dict(bundle.metadata),
+    )
+
+
+def inspect_model(path: Path) -> ModelView:
+    """Reads an ONNX model; raises InvalidModel if it is not one."""
+    from .frontend import load
+
+    model: onnx.ModelProto = load(path)
+    graph = model.graph
+    operators = Counter(n.op_type for n in graph.node)
+    return ModelView(
+        file=str(path),
+        producer=f"{model.producer_name} {model.producer_version}".strip(),
+        ir_version=model.ir_version,
+        opsets={o.domain: o.version for o in model.opset_import},
+        inputs=tuple(TensorView(s.name, s.dtype, tuple(map(str, s.shape))) for s in input_specs(model)),
+        outputs=tuple(_value_view(o) for o in graph.output),
+        nodes=len(graph.node),
+        operators=dict(operators.most_common()),
+        functions=tuple(
+            FunctionView(f.name, operators[f.name], _program(model, f.name))
+            for f in model.functions
+            if f.domain == "coda"
+        ),
+        weights_bytes=sum(_bytes(i) for i in graph.initializer),
+    )
+
+
+def _program(model: onnx.ModelProto, function: str) -> str:
+    """The text attributes of the first call of ``function``: its epilogue or score program."""
+    node = next((n for n in model.graph.node if n.op_type == function and n.domain == "coda"), None)
+    return "\n".join(a.s.decode() for a in node.attribute if a.s) if node else ""
+
+
+def _bytes(tensor: onnx.TensorProto) -> int:
+    from math import prod
+
+    from onnx import helper
+
+    return int(prod(tensor.dims)) * int(helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+
+
+def _value_view(value: onnx.ValueInfoProto) -> TensorView:
+    from onnx import helper
+
+    tensor = value.type.tensor_type
+    dims = tuple(str(d.dim_value) if d.HasField("dim_value") else d.dim_param or "?" for d in tensor.shape.dim)
+    return TensorView(value.name, helper.tensor_dtype_to_np_dtype(tensor.elem_type).name, dims)
+
+
+def _tensor_view(tensor: TensorInfo, exprs: ExprTable) -> TensorView:
+    return TensorView(tensor.name, tensor.dtype, tuple(_size_text(exprs, d) for d in tensor.dims))
+
+
+def _size_text(exprs: ExprTable, index: int) -> str:
+    """An entry of the size table in words."""
+    from .bundle.plan import ExprOp
+
+    e = exprs.entries[index]
+    if e.op == ExprOp.CONST:
+        return str(e.a)
+    if e.op == ExprOp.SYMBOL:
+        return exprs.symbols[e.a]
+    a, b = _size_text(exprs, e.a), _size_text(exprs, e.b)
+    infix = {ExprOp.ADD: "+", ExprOp.MUL: "*", ExprOp.FLOORDIV: "//", ExprOp.MOD: "%"}.get(e.op)
+    return f"({a} {infix} {b})" if infix else f"{e.op.name.lower()}({a}, {b})"
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def _summary(title: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    return table
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None)
+    for heading in headings:
+        numeric = heading in ("#", "MFLOP", "MB", "calls")
+        table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
+    return table
+
+
+def _tensor_table(inputs: Sequence[TensorView], outputs: Sequence[TensorView]) -> Table:
+    table = _table("inputs and outputs", "", "name", "type", "shape")
+    for side, tensors in (("in", inputs), ("out", outputs)):
+        for t in tensors:
+            table.add_row(side, Text(t.name), t.dtype, Text(f"[{', '.join(t.shape)}]"))
+    return table
