@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import __version__
 from .errors import CodaError, InvalidModel
-from .files import existing, load_arrays, save_arrays
+from .files import creatable, existing, load_arrays, save_arrays
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -34,6 +34,19 @@ if TYPE_CHECKING:
 Shapes = dict[str, tuple[int | str, ...]]
 
 _TIMING_ROUNDS = 5
+# Where each stage of optimize lies on the progress bar, by the first word of its name.
+_STAGES = {
+    "load": (0.0, 0.02),
+    "normalize": (0.02, 0.12),
+    "reference": (0.12, 0.16),
+    "pass": (0.16, 0.30),
+    "export": (0.30, 0.33),
+    "lower": (0.33, 0.40),
+    "build": (0.40, 0.80),
+    "verify": (0.80, 0.88),
+    "timing": (0.88, 1.0),
+    "bench": (0.0, 1.0),
+}
 
 
 class _Commands(click.Group):
@@ -50,17 +63,16 @@ class _Commands(click.Group):
             ctx.exit(1)
 
 
-class _ShapeType(click.ParamType):
+def _parse_shapes(_: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> Shapes:
     """``NAME=1x128`` or ``NAME=batch,128``: sizes are numbers, or names for sizes that stay open."""
-
-    name = "NAME=SHAPE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        name, equals, text = str(value).rpartition("=")
+    shapes: Shapes = {}
+    for value in values:
+        name, equals, text = value.rpartition("=")
         sizes = [s.strip() for s in text.split("," if "," in text else "x")] if text.strip() else []
         if not (name and equals) or not all(s.isdecimal() or s.isidentifier() for s in sizes):
-            self.fail(f"{value!r} is not of the form NAME=1x128", param, ctx)
-        return name, tuple(int(s) if s.isdecimal() else s for s in sizes)
+            raise click.BadParameter(f"{value!r} is not of the form NAME=1x128", param=parameter)
+        shapes[name] = tuple(int(s) if s.isdecimal() else s for s in sizes)
+    return shapes
 
 
 def _remember_json(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
@@ -78,7 +90,12 @@ _json_option = click.option(
     help="Print one JSON object instead of tables.",
 )
 _shape_option = click.option(
-    "--shape", "shapes", type=_ShapeType(), multiple=True, help="Shape of an input, as NAME=1x128. May be repeated."
+    "--shape",
+    "shapes",
+    metavar="NAME=SHAPE",
+    callback=_parse_shapes,
+    multiple=True,
+    help="Shape of an input, as NAME=1x128. May be repeated.",
 )
 _threads_option = click.option(
     "--threads", type=click.IntRange(1), help="Threads to use; all available cores by default."
@@ -104,17 +121,19 @@ def optimize(
     output: Path | None,
     onnx_output: Path | None,
     target: str,
-    shapes: tuple[tuple[str, tuple[int | str, ...]], ...],
+    shapes: Shapes,
     no_verify: bool,
     as_json: bool,
 ) -> None:
     """Optimizes MODEL (.onnx) into one bundle that the runtime executes."""
     from .optimize import optimize as run_optimize
 
-    bundle = output or existing(model).with_suffix(".coda")
+    bundle = creatable(output or existing(model).with_suffix(".coda"))
+    if onnx_output:
+        creatable(onnx_output)
     with _progress() as advance:
         optimized = run_optimize(
-            existing(model), target=target, shapes=dict(shapes) or None, verify=not no_verify, progress=advance
+            existing(model), target=target, shapes=shapes or None, verify=not no_verify, progress=advance
         )
         optimized.save(bundle)
         if onnx_output:
@@ -122,7 +141,7 @@ def optimize(
         report = optimized.report
         if not no_verify and _runs_here(report.target):
             advance("timing", 0.0)
-            report = _timed(report, bundle, model, dict(shapes), lambda fraction: advance("timing", fraction))
+            report = _timed(report, bundle, model, shapes, lambda fraction: advance("timing", fraction))
     if as_json:
         written = {"model": str(model), "bundle": str(bundle), "onnx": str(onnx_output) if onnx_output else None}
         _print_json(report.to_json() | written)
@@ -138,6 +157,7 @@ def optimize(
 @_json_option
 def run(bundle: Path, inputs: Path, outputs: Path, threads: int | None, as_json: bool) -> None:
     """Runs BUNDLE once on arrays from a file."""
+    creatable(outputs)
     feeds = load_arrays(inputs)
     with _open(bundle, threads) as session:
         names = [o.name for o in session.get_outputs()]
@@ -166,7 +186,7 @@ def bench(
     bundle: Path,
     against: Path | None,
     inputs: Path | None,
-    shapes: tuple[tuple[str, tuple[int | str, ...]], ...],
+    shapes: Shapes,
     rounds: int,
     threads: int | None,
     as_json: bool,
@@ -175,8 +195,8 @@ def bench(
     if against:
         existing(against)
     with _open(bundle, threads) as session, _progress() as advance:
-        feeds = load_arrays(inputs) if inputs else _made_up(session, against, dict(shapes))
-        result = _bench(session, against, feeds, rounds, lambda fraction: advance("timing", fraction))
+        feeds = load_arrays(inputs) if inputs else _made_up(session, against, shapes)
+        result = _bench(session, against, feeds, rounds, lambda fraction: advance("bench", fraction))
     if as_json:
         _print_json(result.to_json())
     else:
@@ -212,11 +232,17 @@ def targets(as_json: bool) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, float], None]]:
-    """A progress bar on stderr; yields what moves it: ``advance(stage, fraction of the whole)``."""
-    columns = (TextColumn("{task.description:<12}"), BarColumn(), TimeElapsedColumn())
+    """A progress bar on stderr; yields what moves it: ``advance(stage, fraction of that stage)``."""
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=1.0)
-        yield lambda stage, fraction: bar.update(task, description=stage, completed=fraction)
+        task = bar.add_task("start", total=1.0)
+
+        def advance(stage: str, fraction: float) -> None:
+            start, end = _STAGES.get(stage.split(" ", 1)[0], (None, 0.0))
+            done = None if start is None else start + fraction * (end - start)
+            bar.update(task, description=stage, completed=done)
+
+        yield advance
 
 
 def _open(bundle: Path, threads: int | None) -> Session:
@@ -226,9 +252,9 @@ def _open(bundle: Path, threads: int | None) -> Session:
 
 
 def _runs_here(target: str) -> bool:
-    from .cli_inspect import target_list
+    from .targets import get
 
-    return any(t.name == target and t.runs_here for t in target_list().targets)
+    return not get(target).missing()
 
 
 def _timed(report: Report, bundle: Path, model: Path, shapes: Shapes, advance: Callable[[float], None]) -> Report:

@@ -125,6 +125,49 @@ class ModelView:
             console.print(table)
 
 
+@dataclass(frozen=True)
+class TargetView:
+    """A target; ``missing`` are the features that this machine's CPU lacks to run its kernels."""
+
+    name: str
+    description: str
+    features: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TargetList:
+    """Every target, and the name of the one that ``native`` means here (None where nothing runs here)."""
+
+    targets: tuple[TargetView, ...]
+    native: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """``native``, and ``targets`` with their fields and ``runs_here``."""
+        return {"native": self.native, "targets": [{**asdict(t), "runs_here": not t.missing} for t in self.targets]}
+
+    def render(self, console: Console) -> None:
+        """The list as a table on ``console``."""
+        table = _table("targets", "name", "what it is", "needs", "runs here")
+        for t in self.targets:
+            here = f"no: lacks {' '.join(t.missing)}" if t.missing else "native" if t.name == self.native else "yes"
+            table.add_row(t.name, t.description, " ".join(t.features), here)
+        console.print(table)
+
+
+def target_list() -> TargetList:
+    """The registered targets."""
+    from . import targets
+    from .errors import TargetError
+
+    try:
+        native = targets.get().name
+    except TargetError:
+        native = None
+    views = (TargetView(t.name, t.description, t.features, t.missing()) for t in targets.targets().values())
+    return TargetList(tuple(views), native)
+
+
 def inspect_file(path: Path) -> BundleView | ModelView:
     """What ``path`` holds: by its suffix a model (``.onnx``), or else a bundle."""
     return inspect_model(path) if path.suffix == ".onnx" else inspect_bundle(path)

@@ -26,15 +26,22 @@ def existing(path: Path) -> Path:
     return path
 
 
+def creatable(path: Path) -> Path:
+    """``path``; raises FileError if it cannot be made: its folder is missing, or it is a folder itself."""
+    if path.is_dir():
+        raise FileError(f"{path}: is a folder; name a file to write")
+    if not path.parent.is_dir():
+        raise FileError(f"{path}: the folder {path.parent} does not exist")
+    return path
+
+
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
     """A temporary name beside ``path`` that becomes ``path`` if the block ends well and vanishes if it does not.
 
     Raises FileError if the folder does not exist or cannot be written.
     """
-    if not path.parent.is_dir():
-        raise FileError(f"{path}: the folder {path.parent} does not exist")
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = creatable(path).with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield part
         part.replace(path)
