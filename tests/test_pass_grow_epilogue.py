@@ -1,0 +1,137 @@
+"""A Gemm's epilogue takes the elementwise graph behind the product, statistics and layouts, and says what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from coda_edge.passes import absorb_norm, grow_epilogue, row_moments
+from rewriting import Array, model, normal, rewrite
+
+from coda_edge.epilogue.program import EpilogueProgram
+
+_CONSTANTS: dict[str, Array] = {
+    "w": normal(12, 24, seed=1),
+    "b": normal(24, seed=2),
+    "b3": normal(1, 1, 24, seed=2),
+    "g": normal(24, seed=3),
+    "half": np.float32(0.5),
+    "one": np.float32(1),
+    "root": np.float32(np.sqrt(2)),
+    "last": np.array([-1]),
+    "from8": np.array([8]),
+    "to24": np.array([24]),
+    "to8": np.array([8]),
+    "from0": np.array([0]),
+    "heads": np.array([0, 0, 4, 2]),
+    "position": normal(1, 5, 24, seed=6),
+}
+_GELU = "d = Div(t, root) e = Erf(d) f = Add(e, one) i = Mul(half, f) y = Mul(t, i)"
+
+_FUSED = {
+    "bias": "p = MatMul(x, w) y = Add(p, b)",
+    "bias first, three dimensions": "p = MatMul(x, w) y = Add(b3, p)",
+    "gelu": f"p = MatMul(x, w) t = Add(p, b) {_GELU}",
+    "residual": "p = MatMul(x, w) t = Add(p, b) y = Add(t, r)",
+    "residual first": "p = MatMul(x, w) y = Sub(r, p)",
+    "row scale": "p = MatMul(x, w) y = Mul(p, s)",
+    "nothing": "y = MatMul(x, w)",
+    "square": "p = MatMul(x, w) y = Mul(p, p)",
+}
+_IN = "float[B, S, 12] x, float[B, S, 24] r, float[B, S, 1] s"
+_FEEDS = {"x": normal(2, 5, 12), "r": normal(2, 5, 24, seed=4), "s": normal(2, 5, 1, seed=5)}
+
+
+@pytest.mark.parametrize("case", _FUSED)
+def test_elementwise_graph_joins(case: str) -> None:
+    done = rewrite(model(f"g ({_IN}) => (float[B, S, 24] y) {{ {_FUSED[case]} }}", _CONSTANTS), [grow_epilogue.PASS])
+    assert done.ops() == {"Gemm": 1}
+    assert done.error(_FEEDS) < 2e-6
+
+
+def test_value_read_outside_is_an_output_too() -> None:
+    m = model(
+        f"g ({_IN}) => (float[B, S, 24] y, float[B, S, 24] t, float[B, 24, S] z) {{ p = MatMul(x, w) t = Add(p, b) {_GELU} z = Transpose <perm = [0, 2, 1]> (p) }}",
+        _CONSTANTS,
+    )
+    done = rewrite(m, [grow_epilogue.PASS])
+    assert done.ops() == {"Gemm": 1, "Transpose": 1}
+    assert len(done.node("Gemm").outputs) == 3
+    assert done.error(_FEEDS) < 2e-6
+
+
+def test_statistics_are_row_outputs_and_the_norm_stays_behind() -> None:
+    m = model(
+        f"g ({_IN}) => (float[B, S, 24] y) {{ p = MatMul(x, w) t = Add(p, r) y = LayerNormalization(t, g, b) }}",
+        _CONSTANTS,
+    )
+    done = rewrite(m, [row_moments.PASS, grow_epilogue.PASS])
+    gemm = done.node("Gemm")
+    assert [s.op for s in EpilogueProgram.parse(gemm.attrs["epilogue"]).steps] == ["add", "moments"]
+    assert done.error(_FEEDS) < 2e-6
+
+
+@pytest.mark.parametrize("reduction", ["ReduceMean", "ReduceSum", "ReduceMax", "ReduceSumSquare"])
+def test_row_reductions_join(reduction: str) -> None:
+    m = model(
+        f"g ({_IN}) => (float[B, S, 24] t, float[B, S, 1] y) {{ p = MatMul(x, w) t = Add(p, b) y = {reduction}(t, last) }}",
+        _CONSTANTS,
+    )
+    done = rewrite(m, [grow_epilogue.PASS])
+    assert done.ops() == {"Gemm": 1}
+    assert done.error(_FEEDS) < 2e-6
+
+
+def test_post_norm_residual_is_rebuilt_in_the_tile() -> None:
+    """x → norm → (product with a square matrix) + norm: the norm's result is stored nowhere."""
+    m = model(
+        "g (float[B, S, 24] x) => (float[B, S, 24] y) { n = LayerNormalization(x, g, b) h = MatMul(n, v) y = Add(h, n) }",
+        _CONSTANTS | {"v": normal(24, 24, seed=8)},
+    )
+    done = rewrite(m, [row_moments.PASS, absorb_norm.PASS, grow_epilogue.PASS])
+    assert done.ops() == {"RowMoments": 1, "Gemm": 1}
+    assert done.node("Gemm").inputs[0].name == "x"
+    assert done.error({"x": normal(2, 5, 24)}) < 2e-6
+
+
+def test_column_ranges_and_heads_are_stored_directly() -> None:
+    m = model(
+        """g (float[B, S, 12] x) => (float[B, 4, S, 2] h, float[B, S, 16] z) {
+            p = MatMul(x, w) t = Add(p, b)
+            a = Slice(t, from0, to8, last) s = Reshape(a, heads) h = Transpose <perm = [0, 2, 1, 3]> (s)
+            z = Slice(t, from8, to24, last)
+        }""",
+        _CONSTANTS,
+    )
+    done = rewrite(m, [grow_epilogue.PASS])
+    assert done.ops() == {"Gemm": 1}
+    outputs = EpilogueProgram.parse(done.node("Gemm").attrs["epilogue"]).outputs
+    assert [(o.columns, o.heads) for o in outputs] == [((0, 8), 2), ((8, 24), None)]
+    assert done.error({"x": _FEEDS["x"]}) < 2e-6
+
+
+def test_operand_that_depends_on_the_product_otherwise_is_refused() -> None:
+    m = model(
+        f"g ({_IN}) => (float[B, S, 24] y) {{ p = MatMul(x, w) c = CumSum(p, axis) y = Add(p, c) }}",
+        _CONSTANTS | {"axis": np.array(1)},
+    )
+    done = rewrite(m, [grow_epilogue.PASS])
+    assert done.ops() == {"Gemm": 1, "CumSum": 1, "Add": 1}
+    assert "depends on the whole result" in done.log.refusals[0].reason
+    assert done.error(_FEEDS) < 2e-6
+
+
+def test_operand_that_broadcasts_over_some_rows_is_refused() -> None:
+    m = model("g (float[B, 5, 12] x) => (float[B, 5, 24] y) { p = MatMul(x, w) y = Add(p, position) }", _CONSTANTS)
+    done = rewrite(m, [grow_epilogue.PASS])
+    assert "position" in done.log.refusals[0].reason
+    assert done.error({"x": _FEEDS["x"]}) < 2e-6
+
+
+def test_two_products_and_their_sum() -> None:
+    m = model(
+        f"g ({_IN}) => (float[B, S, 24] y) {{ p = MatMul(x, w) q = MatMul(x, u) t = Tanh(q) y = Add(p, t) }}",
+        _CONSTANTS | {"u": normal(12, 24, seed=7)},
+    )
+    done = rewrite(m, [grow_epilogue.PASS])
+    assert done.ops() == {"Gemm": 2}
+    assert done.error(_FEEDS) < 2e-6
