@@ -7,7 +7,7 @@ is not an arithmetic expression (exporters write names such as ``batch size``) i
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -22,6 +22,7 @@ _BINARY = {
     ast.FloorDiv: lambda a, b: sympy.floor(a / b),
     ast.Div: lambda a, b: a / b,
     ast.Mod: lambda a, b: sympy.Mod(a, b),
+    ast.Pow: lambda a, b: a**b,
 }
 _CALLS = {
     "floor": sympy.floor,
@@ -35,6 +36,7 @@ _CALLS = {
 }
 
 
+@lru_cache(maxsize=65536)
 def symbol(name: str) -> sympy.Symbol:
     """The size called ``name``: an integer that may be zero."""
     return sympy.Symbol(name, integer=True, nonnegative=True)
@@ -67,21 +69,59 @@ def _parse(node: ast.expr) -> sympy.Expr:
 
 def simplify(dim: Dim) -> Dim:
     """``dim`` in canonical form; a constant becomes an ``int``."""
-    if isinstance(dim, int):
-        return dim
-    dim = sympy.expand(dim)
+    return dim if isinstance(dim, int) else _canonical(dim)
+
+
+@lru_cache(maxsize=65536)
+def _canonical(dim: sympy.Expr) -> Dim:
+    dim = dim if dim.is_Symbol else sympy.expand(dim)
     return int(dim) if dim.is_Integer else dim
 
 
 def format_dim(dim: Dim) -> int | str:
     """The ONNX form of a dimension."""
-    dim = simplify(dim)
-    return dim if isinstance(dim, int) else str(dim)
+    return dim if isinstance(dim, int) else _format(dim)
+
+
+@lru_cache(maxsize=65536)
+def _format(dim: sympy.Expr) -> int | str:
+    canonical = simplify(dim)
+    return canonical if isinstance(canonical, int) else str(canonical)
 
 
 def same(a: Dim, b: Dim) -> bool:
     """Whether two dimensions are equal for every value of their symbols."""
-    return bool(simplify(sympy.sympify(a) - sympy.sympify(b)) == 0)
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return a == b or simplify(sympy.sympify(a) - sympy.sympify(b)) == 0
+
+
+def product(dims: Iterable[Dim]) -> Dim:
+    """The number of elements of a shape; 1 for none."""
+    number, symbolic = 1, []
+    for dim in dims:
+        if isinstance(dim, int):
+            number *= dim
+        else:
+            symbolic.append(dim)
+    return simplify(sympy.Mul(number, *symbolic)) if symbolic else number
+
+
+@lru_cache(maxsize=65536)
+def divide(a: Dim, b: Dim) -> Dim | None:
+    """``a / b`` when it is a whole polynomial for every value of the symbols (b taken as non-zero), else None."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    if a == b:
+        return 1
+    quotient = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
+    numerator, denominator = sympy.fraction(sympy.together(quotient))
+    return simplify(quotient) if denominator == 1 and numerator.is_integer else None
+
+
+def nonnegative(dim: Dim) -> bool:
+    """Whether ``dim`` is provably at least 0."""
+    return dim >= 0 if isinstance(dim, int) else bool(dim.is_nonnegative)
 
 
 def evaluate(dim: Dim, sizes: Mapping[str, int]) -> int:
