@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ..errors import ShapeError
@@ -19,20 +19,20 @@ class Builder:
     >>> b.build()
     """
 
-    def __init__(self, program: EpilogueProgram | None = None, acc: Param | None = None) -> None:
-        """A builder that goes on from ``program``, or one that has only the accumulator ``acc``."""
+    def __init__(
+        self, program: EpilogueProgram | None = None, params: Iterable[Param] = (Param("acc", Kind.TILE),)
+    ) -> None:
+        """A builder that goes on from ``program``, or one that has only ``params``, the accumulator first."""
         self._params: dict[str, Param] = {}
         self._steps: dict[str, Step] = {}
         self._memo: dict[str, str] = {}
         self._outputs: dict[str, Output] = {}
         self._types: dict[str, ValueType] = {}
         self._reduced: set[str] = set()
-        if program is None:
-            accumulator = acc or Param("acc", Kind.TILE)
-            self.param(accumulator.name, accumulator.kind, accumulator.dtype)
-            return
-        for param in program.params:
+        for param in params if program is None else program.params:
             self.param(param.name, param.kind, param.dtype)
+        if program is None:
+            return
         values = self._copy_steps(program, {p.name: p.name for p in program.params})
         for output in program.outputs:
             self._outputs[output.name] = replace(output, value=str(values[output.value]))
