@@ -1,0 +1,181 @@
+"""Reads an ONNX model and checks it, before anything is done to it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import external_data_helper, inliner, version_converter
+
+from ..errors import InvalidModel, ShapeError
+from ..symbolic import parse_dim
+
+Source: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto"
+
+#: The lowest opset of the default domain that the frontend works on; older models are converted to it.
+OPSET = 18
+# Initializers above this size are taken out while C++ works on the model: it serialises, and protobuf ends at 2 GB.
+_LARGE = 1024
+
+
+def load(source: Source) -> onnx.ModelProto:
+    """Reads ``source`` (a path, a serialised model or a ``ModelProto``), external data included, and checks it.
+
+    The result has opset ≥ 18, no model-local functions, no initializer among its inputs, and a name for every dynamic
+    dimension of an input: the exporter's, or ``<input>_<axis>``. An input ``ModelProto`` is not changed.
+
+    Raises InvalidModel, in one line, if this is not a valid ONNX model, its data is missing, or it cannot be converted.
+    """
+    model, name = _read(source)
+    if not model.HasField("graph") or not model.opset_import:
+        raise InvalidModel(f"{name} is not an ONNX model: it holds no graph")
+    weights = _take_weights(model.graph)
+    _check(model, name)
+    if model.functions:
+        model = inliner.inline_local_functions(model)
+    model = _convert(model, name)
+    _put_weights(model.graph, weights)
+    _name_inputs(model.graph)
+    return model
+
+
+def _read(source: Source) -> tuple[onnx.ModelProto, str]:
+    if isinstance(source, onnx.ModelProto):
+        copy = onnx.ModelProto()
+        copy.CopyFrom(source)
+        return copy, "the model"
+    try:
+        if isinstance(source, bytes):
+            return onnx.load_model_from_string(source), "the model"
+        name = f"'{os.fspath(source)}'"
+        model = onnx.load(source, load_external_data=False)
+    except (DecodeError, ValueError) as error:
+        name = "the data" if isinstance(source, bytes) else f"'{os.fspath(source)}'"
+        raise InvalidModel(f"{name} is not an ONNX model: it does not parse as one; export it again") from error
+    except OSError as error:
+        raise InvalidModel(f"{name} cannot be read: {error.strerror}") from error
+    try:
+        external_data_helper.load_external_data_for_model(model, str(Path(source).parent))
+    except (OSError, ValueError, onnx.checker.ValidationError) as error:
+        raise InvalidModel(f"{name} keeps weights in another file, which cannot be read: {_line(error)}") from error
+    return model, name
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _take_weights(graph: onnx.GraphProto) -> list[onnx.TensorProto]:
+    """Removes large initializers, which become inputs, and returns them."""
+    if graph.sparse_initializer:
+        raise InvalidModel(f"initializer '{graph.sparse_initializer[0].values.name}' is sparse: store it densely")
+    initializers = {i.name for i in graph.initializer}
+    inputs = [i for i in graph.input if i.name not in initializers]
+    weights = [i for i in graph.initializer if np.prod(i.dims, dtype=np.int64) > _LARGE]
+    names = {i.name for i in weights}
+    kept = [i for i in graph.initializer if i.name not in names]
+    del graph.input[:], graph.initializer[:]
+    graph.input.extend(inputs)
+    graph.input.extend(onnx.helper.make_tensor_value_info(i.name, i.data_type, list(i.dims)) for i in weights)
+    graph.initializer.extend(kept)
+    return weights
+
+
+def _put_weights(graph: onnx.GraphProto, weights: Sequence[onnx.TensorProto]) -> None:
+    names = {i.name for i in weights}
+    inputs = [i for i in graph.input if i.name not in names]
+    del graph.input[:]
+    graph.input.extend(inputs)
+    graph.initializer.extend(weights)
+
+
+def _check(model: onnx.ModelProto, name: str) -> None:
+    try:
+        onnx.checker.check_model(model)
+    except onnx.checker.ValidationError as error:
+        raise InvalidModel(f"{name} is not valid: {_line(error)}") from error
+    for value in model.graph.input:
+        if not value.type.HasField("tensor_type"):
+            raise InvalidModel(f"{name}: input '{value.name}' is not a tensor; only tensors are supported")
+
+
+def _convert(model: onnx.ModelProto, name: str) -> onnx.ModelProto:
+    version = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), OPSET)
+    if version >= OPSET:
+        return model
+    try:
+        return version_converter.convert_version(model, OPSET)
+    except (RuntimeError, onnx.shape_inference.InferenceError) as error:
+        raise InvalidModel(
+            f"{name} is of opset {version} and cannot be converted to {OPSET}: {_line(error)}; "
+            f"export it with opset {OPSET} or later"
+        ) from error
+
+
+def _name_inputs(graph: onnx.GraphProto) -> None:
+    for value in graph.input:
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if not dim.HasField("dim_value"):
+                dim.dim_param = _size_name(dim.dim_param) or re.sub(r"\W", "_", f"{value.name}_{axis}")
+
+
+def _size_name(name: str) -> str:
+    """``name`` if expressions can contain it, else with every odd character replaced; '' if nothing of it is left."""
+    if name.isidentifier() or not isinstance(parse_dim(name), int) and str(parse_dim(name)) != name.strip():
+        return name
+    if not isinstance(parse_dim(name), int) and all(s.name.isidentifier() for s in parse_dim(name).free_symbols):
+        return name
+    cleaned = re.sub(r"\W+", "_", name).strip("_")
+    return cleaned if cleaned.isidentifier() else f"size_{cleaned}" if cleaned else ""
+
+
+def bind(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int | str]] | None) -> None:
+    """Gives inputs of ``model`` the dimensions in ``shapes``, in place; a string names a size that stays dynamic.
+
+    A size that is bound here is bound wherever else the inputs name it.
+
+    Raises ShapeError if an input is unknown, the rank differs, or a fixed dimension would change.
+    """
+    inputs = {i.name: i for i in model.graph.input}
+    bound: dict[str, int | str] = {}
+    for name, dims in (shapes or {}).items():
+        listing = ", ".join(f"{i.name}{_dims(i)}" for i in inputs.values())
+        if name not in inputs:
+            raise ShapeError(f"there is no input '{name}'; the inputs are {listing}")
+        have = inputs[name].type.tensor_type.shape.dim
+        if inputs[name].type.tensor_type.HasField("shape") and len(have) != len(dims):
+            raise ShapeError(f"input '{name}' has {len(have)} dimensions, not {len(dims)}; the inputs are {listing}")
+        if not len(have):
+            for _ in dims:
+                have.add()
+        for dim, new in zip(have, dims, strict=True):
+            if dim.HasField("dim_value") and dim.dim_value != new:
+                raise ShapeError(f"input '{name}' fixes a dimension to {dim.dim_value}, not {new}: {listing}")
+            if isinstance(new, int) and new < 0:
+                raise ShapeError(f"input '{name}' cannot have a dimension of {new}: {listing}")
+            if dim.dim_param and bound.setdefault(dim.dim_param, new) != new:
+                raise ShapeError(f"size '{dim.dim_param}' is bound to both {bound[dim.dim_param]} and {new}: {listing}")
+            if not dim.dim_param:
+                _set(dim, new)
+    for value in inputs.values():
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in bound:
+                _set(dim, bound[dim.dim_param])
+
+
+def _set(dim: onnx.TensorShapeProto.Dimension, size: int | str) -> None:
+    if isinstance(size, int):
+        dim.dim_value = size
+    else:
+        dim.dim_param = size
+
+
+def _dims(value: onnx.ValueInfoProto) -> str:
+    dims = value.type.tensor_type.shape.dim
+    return "[" + ", ".join(str(d.dim_value) if d.HasField("dim_value") else d.dim_param for d in dims) + "]"

@@ -1,0 +1,338 @@
+"""Symbolic shape and value inference: every tensor's dtype and dimensions, as expressions in the inputs' sizes.
+
+``infer`` walks a graph once, with one function per operator (``shape_rules``, ``coda_rules``); integer tensors that
+shapes alone determine are evaluated too (``value_rules``), which is what makes ``Reshape`` targets known. An operator
+without a rule is asked of ``onnx.shape_inference``, one node at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_graphsurgeon as gs
+import sympy
+
+from .. import ir
+from ..errors import ShapeError
+from ..symbolic import Dim, format_dim, nonnegative, parse_dim, same, simplify, symbol
+
+#: An object array of ints, floats, bools and sympy expressions.
+Values: TypeAlias = npt.NDArray[np.object_]
+#: A tensor's dtype (numpy's, or ONNX's number for what numpy lacks) and dimensions.
+Type: TypeAlias = "tuple[Any, tuple[Dim, ...]]"
+
+# Values are followed for tensors of at most this many elements: more never is a shape.
+_MOST_VALUES = 256
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What inference had to assume of the inputs' sizes at ``node``: ``left relation right``, relation ``=`` or ``<=``."""
+
+    left: Dim
+    relation: str
+    right: Dim
+    node: str
+
+    def __str__(self) -> str:
+        return f"{self.left} {self.relation} {self.right} (node '{self.node}')"
+
+
+@dataclass
+class SymbolicInfo:
+    """What ``infer`` found. ``values`` holds the tensors, by name, that shapes alone determine (at most 256 elements)."""
+
+    shapes: dict[str, tuple[Dim, ...]] = field(default_factory=dict)
+    values: dict[str, Values] = field(default_factory=dict)
+    constraints: list[Constraint] = field(default_factory=list)
+
+
+class Equalities:
+    """Sizes that were assumed equal: each later symbol is an expression in earlier ones, in order of the inputs."""
+
+    def __init__(self, order: Iterable[sympy.Symbol]) -> None:
+        self._rank = {s: i for i, s in enumerate(dict.fromkeys(order))}
+        self.known: dict[sympy.Symbol, sympy.Expr] = {}
+
+    def resolve(self, dim: Dim) -> Dim:
+        """``dim`` with the known equalities put in."""
+        if isinstance(dim, int) or not self.known or not (dim.free_symbols & self.known.keys()):
+            return dim
+        return simplify(dim.xreplace(self.known))
+
+    def equate(self, a: Dim, b: Dim) -> bool:
+        """Assumes ``a = b`` by solving for their latest symbol; False if no symbol can be solved for."""
+        difference = sympy.expand(sympy.sympify(self.resolve(a)) - sympy.sympify(self.resolve(b)))
+        latest_first = sorted(difference.free_symbols, key=lambda s: (self._rank.get(s, len(self._rank)), s.name))[::-1]
+        for s in latest_first:
+            factor = difference.coeff(s)
+            rest = sympy.expand(difference - factor * s)
+            if factor in (1, -1) and s not in rest.free_symbols:
+                value = sympy.expand(-rest / factor)
+                if value.is_integer and value.is_negative is not True:
+                    self.known = {k: v.xreplace({s: value}) for k, v in self.known.items()} | {s: value}
+                    return True
+        return False
+
+
+class Call:
+    """One node, as a rule sees it."""
+
+    def __init__(self, node: gs.Node, opset: int, types: dict[str, Type], state: _State) -> None:
+        self.node = node
+        self.opset = opset
+        self._types = types
+        self._state = state
+
+    def __len__(self) -> int:
+        return len(self.node.inputs)
+
+    def has(self, index: int) -> bool:
+        """Whether the input is given."""
+        return index < len(self.node.inputs) and bool(self.node.inputs[index].name)
+
+    def dtype(self, index: int = 0) -> Any:
+        """The dtype of an input."""
+        return self._types[self.node.inputs[index].name][0]
+
+    def shape(self, index: int = 0) -> tuple[Dim, ...]:
+        """The dimensions of an input."""
+        return tuple(map(self._state.equal.resolve, self._types[self.node.inputs[index].name][1]))
+
+    def value(self, index: int) -> Values | None:
+        """The value of an input, if constants or shapes determine it."""
+        if not self.has(index):
+            return None
+        tensor = self.node.inputs[index]
+        if isinstance(tensor, gs.Constant):
+            # Small constants only: the data of a large one may not even be loaded yet.
+            return np.asarray(tensor.values).astype(object) if np.prod(tensor.shape) <= _MOST_VALUES else None
+        value = self._state.info.values.get(tensor.name)
+        if value is None or not self._state.equal.known:
+            return value
+        resolved = [self._state.equal.resolve(v) if isinstance(v, sympy.Expr) else v for v in value.flat]
+        return objects(resolved, value.shape)
+
+    def ints(self, index: int) -> list[int] | None:
+        """The elements of a value, if all are plain integers."""
+        value = self.value(index)
+        if value is None or not all(isinstance(v, int) for v in value.flat):
+            return None
+        return [int(v) for v in value.flat]
+
+    def attr(self, name: str, default: Any = None) -> Any:
+        """An attribute's value."""
+        return self.node.attrs.get(name, default)
+
+    def axis(self, axis: int, rank: int) -> int:
+        """A possibly negative axis, made non-negative."""
+        if not -rank <= axis < rank:
+            raise self.error(f"axis {axis} is out of range for {rank} dimensions")
+        return axis % rank
+
+    def equate(self, a: Dim, b: Dim) -> Dim:
+        """``a``, after assuming that it equals ``b``. Raises ShapeError if they cannot be equal."""
+        equal = self._state.equal
+        a, b = equal.resolve(a), equal.resolve(b)
+        if same(a, b):
+            return a
+        if sympy.sympify(a - b).is_zero is False or not equal.equate(a, b):
+            raise self.error(f"sizes {a} and {b} would have to be equal")
+        self._state.info.constraints.append(Constraint(a, "=", b, self.node.name))
+        return equal.resolve(a)
+
+    def at_most(self, a: Dim, b: Dim) -> None:
+        """Assumes ``a <= b``."""
+        if not nonnegative(simplify(sympy.sympify(b) - sympy.sympify(a))):
+            self._state.info.constraints.append(Constraint(a, "<=", b, self.node.name))
+
+    def fresh(self, axis: int, output: int = 0) -> Dim:
+        """A new symbol for a dimension that only the data determines."""
+        return symbol(f"{self.node.outputs[output].name}_{axis}".replace("/", "_").replace(".", "_"))
+
+    def error(self, message: str) -> ShapeError:
+        """A ShapeError that names the node and its operands."""
+        shapes = ", ".join(
+            f"{t.name}{list(self._types[t.name][1])}" for t in self.node.inputs if t.name and t.name in self._types
+        )
+        return ShapeError(f"{self.node.op} (node '{self.node.name}'): {message}; its inputs are {shapes}")
+
+    def of(self, graph: gs.Graph, inputs: Sequence[Type]) -> list[Type]:
+        """Infers a nested graph, given its inputs' types, and returns its outputs' types."""
+        for tensor, (dtype, dims) in zip(graph.inputs, inputs, strict=True):
+            tensor.dtype = dtype
+            tensor.shape = [format_dim(d) for d in dims]
+        info = infer(graph)
+        self._state.info.constraints.extend(info.constraints)
+        return [(t.dtype, info.shapes[t.name]) for t in graph.outputs]
+
+
+ShapeRule: TypeAlias = Callable[[Call], "list[Type]"]
+ValueRule: TypeAlias = Callable[[Call, "list[Type]"], "Values | None"]
+
+SHAPE_RULES: dict[tuple[str, str], ShapeRule] = {}
+VALUE_RULES: dict[str, ValueRule] = {}
+
+
+def shape_rule(*ops: str, domain: str = "") -> Callable[[ShapeRule], ShapeRule]:
+    """Registers a function that gives the types of the outputs of ``ops``."""
+
+    def register(rule: ShapeRule) -> ShapeRule:
+        SHAPE_RULES.update({(domain, op): rule for op in ops})
+        return rule
+
+    return register
+
+
+def value_rule(*ops: str) -> Callable[[ValueRule], ValueRule]:
+    """Registers a function that gives the value of the one output of ``ops``, or None if data is needed for it."""
+
+    def register(rule: ValueRule) -> ValueRule:
+        VALUE_RULES.update(dict.fromkeys(ops, rule))
+        return rule
+
+    return register
+
+
+def objects(values: Sequence[Any], dims: Sequence[int]) -> Values:
+    """An object array of ``values`` in the shape ``dims``."""
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array.reshape(dims)
+
+
+@dataclass
+class _State:
+    info: SymbolicInfo
+    equal: Equalities
+
+
+def infer(graph: gs.Graph) -> SymbolicInfo:
+    """Annotates every variable of ``graph`` with dtype and shape (ints and strings) and returns what it found.
+
+    Two different sizes that an operator needs to be equal are assumed so: the later symbol (in order of the graph's
+    inputs) is replaced by the earlier one everywhere, the inputs included, and ``constraints`` records it.
+
+    Raises ShapeError, naming the node, if shapes contradict each other or a rank cannot be found.
+    """
+    types: dict[str, Type] = {}
+    for tensor in graph.inputs:
+        if tensor.shape is None:
+            raise ShapeError(f"input '{tensor.name}' has no shape: give one, as in --shape {tensor.name}=1x128")
+        types[tensor.name] = (tensor.dtype, ir.shape(tensor))
+    symbols = [s for t in graph.inputs for d in types[t.name][1] if not isinstance(d, int) for s in _in_order(d)]
+    state = _State(SymbolicInfo(), Equalities(symbols))
+    opset = graph.opset or 18
+    for node in ir.in_order(graph):
+        for tensor in node.inputs:
+            if isinstance(tensor, gs.Constant):
+                types.setdefault(tensor.name, (tensor.dtype, ir.shape(tensor)))
+            elif tensor.name and tensor.name not in types:
+                raise ShapeError(f"{node.op} (node '{node.name}') reads '{tensor.name}', which nothing computes")
+        _visit(Call(node, opset, types, state), types, state)
+    _finish(graph, types, state)
+    return state.info
+
+
+def _in_order(dim: sympy.Expr) -> list[sympy.Symbol]:
+    """The symbols of an input's dimension; a plain one before those of an expression."""
+    return sorted(dim.free_symbols, key=lambda s: s.name)
+
+
+def _visit(call: Call, types: dict[str, Type], state: _State) -> None:
+    node = call.node
+    rule = SHAPE_RULES.get((node.domain or "", node.op), ask_onnx)
+    found = rule(call)
+    for tensor, (dtype, dims) in zip(node.outputs, found, strict=False):
+        types[tensor.name] = (dtype, dims)
+    for tensor in node.outputs[len(found) :]:
+        if tensor.name:
+            raise call.error(f"output '{tensor.name}' is more than the operator has")
+    if node.domain or node.op not in VALUE_RULES or len(node.outputs) != 1:
+        return
+    dims = found[0][1]
+    if all(isinstance(d, int) for d in dims) and np.prod(dims, dtype=np.int64) <= _MOST_VALUES:
+        value = VALUE_RULES[node.op](call, found)
+        if value is not None:
+            state.info.values[node.outputs[0].name] = value
+
+
+def _finish(graph: gs.Graph, types: dict[str, Type], state: _State) -> None:
+    """Puts the equalities in everywhere and writes dtypes and shapes to the graph's variables."""
+    resolve = state.equal.resolve
+    if state.equal.known:
+        types = {name: (dtype, tuple(map(resolve, dims))) for name, (dtype, dims) in types.items()}
+        state.info.values = {
+            name: objects([resolve(v) if isinstance(v, sympy.Expr) else v for v in value.flat], value.shape)
+            for name, value in state.info.values.items()
+        }
+    state.info.shapes = {name: dims for name, (_, dims) in types.items()}
+    for tensor in [*graph.inputs, *(t for n in graph.nodes for t in n.outputs)]:
+        if isinstance(tensor, gs.Variable) and tensor.name in types:
+            dtype, dims = types[tensor.name]
+            tensor.dtype = dtype
+            tensor.shape = [format_dim(d) for d in dims]
+
+
+def ask_onnx(call: Call) -> list[Type]:
+    """The types that ``onnx.shape_inference`` gives for one node, or those that the model declares."""
+    node = call.node
+    declared = [(t.dtype, t.shape) for t in node.outputs]
+    value_infos = {}
+    constants = []
+    for tensor in node.inputs:
+        if isinstance(tensor, gs.Constant) and np.prod(tensor.shape) <= _MOST_VALUES:
+            constants.append(onnx.numpy_helper.from_array(np.asarray(tensor.values), tensor.name))
+        elif tensor.name:
+            dtype, dims = call._types[tensor.name]
+            value_infos[tensor.name] = onnx.helper.make_tensor_value_info(
+                tensor.name, _onnx_dtype(dtype), [format_dim(d) for d in dims]
+            )
+    bare = gs.Node(
+        op=node.op,
+        name=node.name,
+        attrs=node.attrs,
+        inputs=[gs.Variable(t.name) for t in node.inputs],
+        outputs=[gs.Variable(t.name) for t in node.outputs],
+        domain=node.domain,
+    )
+    proto = gs.exporters.onnx_exporter.OnnxExporter.export_node(bare)
+    outputs = [onnx.helper.make_empty_tensor_value_info(t.name) for t in node.outputs if t.name]
+    one = onnx.helper.make_graph([proto], "one", list(value_infos.values()), outputs, constants)
+    opsets = [onnx.helper.make_opsetid("", call.opset)]
+    if node.domain:
+        opsets.append(onnx.helper.make_opsetid(node.domain, 1))
+    inferred = onnx.shape_inference.infer_shapes(onnx.helper.make_model(one, opset_imports=opsets)).graph.output
+    by_name = {o.name: o.type.tensor_type for o in inferred}
+    found: list[Type] = []
+    for index, tensor in enumerate(node.outputs):
+        proto_type = by_name.get(tensor.name)
+        if proto_type is not None and proto_type.HasField("shape"):
+            dims = tuple(
+                d.dim_value
+                if d.HasField("dim_value")
+                else parse_dim(d.dim_param)
+                if d.dim_param
+                else call.fresh(i, index)
+                for i, d in enumerate(proto_type.shape.dim)
+            )
+            found.append((onnx.helper.tensor_dtype_to_np_dtype(proto_type.elem_type), dims))
+        elif declared[index][1] is not None and declared[index][0] is not None:
+            found.append((declared[index][0], tuple(parse_dim(d) for d in declared[index][1])))
+        elif tensor.name:
+            raise call.error(
+                f"no shape is known for output '{tensor.name}' of operator {node.domain or 'ai.onnx'}::{node.op}; "
+                "export the model with its value_info, or without this operator"
+            )
+        else:
+            found.append((None, ()))
+    return found
+
+
+def _onnx_dtype(dtype: Any) -> int:
+    return dtype if isinstance(dtype, int) else onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
