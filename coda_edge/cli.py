@@ -126,7 +126,7 @@ def optimize(
     as_json: bool,
 ) -> None:
     """Optimizes MODEL (.onnx) into one bundle that the runtime executes."""
-    from .optimize import optimize as run_optimize
+    from .driver import optimize as run_optimize
 
     bundle = creatable(output or existing(model).with_suffix(".coda"))
     if onnx_output:
