@@ -1,0 +1,130 @@
+"""Writing TIR by hand: statements in order, explicit vectors, values bound once.
+
+``Body`` is what the kernel templates write with. A vector is a TIR expression of dtype ``float32x8`` and the like; it is
+loaded and stored with ``load``/``Body.store`` at a scalar index. Indices are int64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import tvm
+from tvm import tirx
+
+Expr: TypeAlias = Any
+"""A TIR expression (TVM's Python classes are untyped)."""
+Buffer: TypeAlias = Any
+Index: TypeAlias = "Any | int"
+
+UNBOUNDED = 1 << 40
+"""Extent given to buffers whose size is known only at run time."""
+
+
+def index(value: Index) -> Expr:
+    """An int64 index."""
+    return tirx.const(value, "int64") if isinstance(value, int) else value
+
+
+def f32(value: float) -> Expr:
+    """A float32 literal."""
+    return tirx.const(float(value), "float32")
+
+
+def lanes(value: Expr) -> int:
+    """How many lanes ``value`` has; a scalar has one."""
+    return int(value.ty.dtype.lanes)
+
+
+def widen(value: Expr, count: int) -> Expr:
+    """``value`` in ``count`` lanes: a scalar is repeated."""
+    return value if count == 1 or lanes(value) == count else tirx.Broadcast(value, count)
+
+
+def ramp(base: Index, count: int, stride: Index = 1) -> Expr:
+    """The index of ``count`` elements, ``stride`` apart, from ``base``."""
+    return index(base) if count == 1 else tirx.Ramp(index(base), index(stride), count)
+
+
+def load(buffer: Buffer, at: Index, count: int = 1) -> Expr:
+    """``count`` consecutive elements of a flat buffer, from element ``at``."""
+    return tirx.BufferLoad(buffer, [ramp(at, count)])
+
+
+def shuffle(vectors: Sequence[Expr], order: Sequence[int]) -> Expr:
+    """The vector (or scalar) of the elements numbered ``order`` in the concatenation of ``vectors``."""
+    if list(order) == list(range(lanes(vectors[0]))):
+        return vectors[0]
+    return tirx.Shuffle(list(vectors), list(order))
+
+
+def external(name: str, dtype: str = "float32") -> Buffer:
+    """A buffer parameter: flat, of unknown size."""
+    return tirx.decl_buffer((index(UNBOUNDED),), dtype, name=name)
+
+
+class Body:
+    """A list of statements that grows, with nested blocks as context managers."""
+
+    def __init__(self) -> None:
+        self._blocks: list[list[Any]] = [[]]
+
+    def emit(self, statement: Any) -> None:
+        """Appends a statement."""
+        self._blocks[-1].append(statement)
+
+    def let(self, value: Index, name: str = "x") -> Expr:
+        """A variable bound to ``value``, which is then computed once; literals and variables stay as they are."""
+        value = index(value) if isinstance(value, int) else value
+        if isinstance(value, (tirx.Var, tirx.IntImm, tirx.FloatImm)):
+            return value
+        variable = tirx.Var(name, value.ty)
+        self.emit(tirx.stmt.Bind(variable, value))
+        return variable
+
+    def store(self, buffer: Buffer, at: Index, value: Expr) -> None:
+        """Stores a scalar or vector to a flat buffer from element ``at`` on."""
+        self.emit(tirx.BufferStore(buffer, value, [ramp(at, lanes(value))]))
+
+    def alloc(self, count: int, dtype: str = "float32", name: str = "local") -> Buffer:
+        """A flat buffer on the stack; at most 1 KiB. A vector's worth, used at constant indices, is a register."""
+        buffer = tirx.decl_buffer((count,), dtype, name=name)
+        self.emit(tirx.AllocBuffer(buffer))
+        return buffer
+
+    def prefetch(self, buffer: Buffer, at: Index) -> None:
+        """Asks for the cache line of element ``at`` to be brought to the second-level cache."""
+        address = tirx.address_of(tirx.BufferLoad(buffer, [index(at)]))
+        read, near, data = (tirx.const(v, "int32") for v in (0, 2, 1))
+        self.emit(tirx.Evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", address, read, near, data)))
+
+    @contextmanager
+    def loop(self, start: Index, stop: Index, name: str = "i") -> Iterator[Expr]:
+        """A loop over ``start ≤ i < stop``."""
+        variable = tirx.Var(name, "int64")
+        self._blocks.append([])
+        yield variable
+        block = self._close()
+        if block is not None:
+            self.emit(tirx.For(variable, index(start), index(stop) - index(start), tirx.ForKind.SERIAL, block))
+
+    @contextmanager
+    def when(self, condition: Expr) -> Iterator[None]:
+        """A block that is run if ``condition`` holds; a Python bool decides now."""
+        self._blocks.append([])
+        yield
+        block = self._close()
+        if block is not None and condition is not False:
+            self.emit(block if condition is True else tirx.IfThenElse(condition, block, None))
+
+    def function(self, symbol: str, params: Sequence[Expr]) -> tirx.PrimFunc:
+        """The kernel of all that was written, with ``params`` (see ``abi``)."""
+        func = tirx.PrimFunc(list(params), self._close(), tvm.ir.PrimType("int32"))
+        return func.with_attr("global_symbol", symbol).with_attr("tirx.noalias", True)
+
+    def _close(self) -> Any:
+        block = self._blocks.pop()
+        if not block:
+            return None
+        return block[0] if len(block) == 1 else tirx.SeqStmt(block)

@@ -1,0 +1,22 @@
+"""x86-64 on Linux, by the microarchitecture levels of the System V psABI (levels v2, v3 and v4)."""
+
+from __future__ import annotations
+
+from .target import Target
+
+_V2 = ("sse3", "ssse3", "sse4_1", "sse4_2", "popcnt")
+_V3 = (*_V2, "avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "lzcnt", "movbe")
+_V4 = (*_V3, "avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl")
+
+
+def _level(level: str, description: str, features: tuple[str, ...], vector: int, registers: int) -> Target:
+    name = f"x86-64-{level}"
+    tvm = {"kind": "llvm", "mtriple": "x86_64-unknown-linux-gnu", "mcpu": name, "opt-level": 3}
+    return Target(name, description, tvm, "x86_64-linux-gnu", features, vector, registers)
+
+
+TARGETS = (
+    _level("v2", "SSE4.2: any 64-bit PC since 2009", _V2, 16, 16),
+    _level("v3", "AVX2 and FMA: Intel since Haswell, AMD since Excavator and Zen", _V3, 32, 16),
+    _level("v4", "AVX-512: Intel servers since Skylake, AMD since Zen 4", _V4, 64, 32),
+)
