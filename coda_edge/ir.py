@@ -163,7 +163,7 @@ class GraphEditor:
 
     def constant(self, base: str, value: Array) -> gs.Constant:
         """A new constant."""
-        return gs.Constant(self.names.fresh(base), np.ascontiguousarray(value))
+        return gs.Constant(self.names.fresh(base), np.asarray(value, order="C"))
 
     def variable(self, base: str, dtype: Any, dims: Sequence[Dim]) -> gs.Variable:
         """A new variable."""

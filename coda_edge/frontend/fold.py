@@ -1,0 +1,156 @@
+"""Constant folding: whatever constants or shapes alone determine becomes a constant, computed by onnxruntime.
+
+Also equal constants and equal nodes are merged here, and dead nodes removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+import onnxruntime
+from onnx.reference import ReferenceEvaluator
+
+from .. import ir
+from ..errors import InvalidModel
+from .shapes import SymbolicInfo
+
+# Operators that give another result each time.
+_RANDOM = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"})
+
+
+def inline_constants(graph: gs.Graph) -> None:
+    """Makes every Constant node a ``gs.Constant``."""
+    dead = [n for n in graph.nodes if n.op == "Constant" and not n.domain]
+    for node in dead:
+        output = node.outputs[0]
+        node.outputs.clear()
+        output.to_constant(_constant_value(node))
+    ir.remove_nodes(graph, dead)
+
+
+def _constant_value(node: gs.Node) -> ir.Array:
+    name, data = next(iter(node.attrs.items()))
+    if name == "value":
+        return np.asarray(data.values)
+    if "string" in name:
+        raise InvalidModel(f"Constant '{node.name}' holds text: only numbers and bool are supported")
+    return np.asarray(data, np.float32 if "float" in name else np.int64)
+
+
+def fold_values(graph: gs.Graph, info: SymbolicInfo) -> int:
+    """Replaces variables whose value shapes determine as plain numbers; returns how many."""
+    made = []
+    for node in graph.nodes:
+        for output in node.outputs:
+            value = info.values.get(output.name)
+            if value is not None and all(isinstance(v, int | float | np.generic) for v in value.flat):
+                made.append((node, output, value.astype(output.dtype)))
+    for node, output, value in made:
+        node.outputs.clear()
+        output.to_constant(value)
+    ir.remove_nodes(graph, [node for node, _, _ in made])
+    return len(made)
+
+
+def fold_constants(graph: gs.Graph) -> int:
+    """Evaluates the nodes whose inputs are all constant; returns how many there were."""
+    known: set[int] = set()
+    nodes = []
+    for node in ir.in_order(graph):
+        given = [t for t in node.inputs if t.name]
+        ready = given and all(isinstance(t, gs.Constant) or id(t) in known for t in given)
+        if ready and not node.domain and node.op not in _RANDOM and not _has_graph(node):
+            nodes.append(node)
+            known.update(id(t) for t in node.outputs)
+    if not nodes:
+        return 0
+    inside = {id(n) for n in nodes}
+    wanted = [
+        t
+        for n in nodes
+        for t in n.outputs
+        if t.name and (ir.is_output(graph, t) or any(id(user) not in inside for user in t.outputs))
+    ]
+    values = _evaluate(nodes, wanted, graph.opset or 18)
+    ir.remove_nodes(graph, nodes)
+    for tensor, value in zip(wanted, values, strict=True):
+        tensor.to_constant(np.asarray(value))
+    return len(nodes)
+
+
+def _has_graph(node: gs.Node) -> bool:
+    return any(isinstance(v, gs.Graph) for v in node.attrs.values())
+
+
+def _evaluate(nodes: Sequence[gs.Node], wanted: Sequence[gs.Variable], opset: int) -> list[ir.Array]:
+    """The values of ``wanted``. Constants are fed, not embedded: nothing is serialised but the nodes."""
+    constants = {t.name: t for n in nodes for t in n.inputs if isinstance(t, gs.Constant) and t.name}
+    feeds = {name: np.asarray(t.values) for name, t in constants.items()}
+    graph = onnx.helper.make_graph(
+        [gs.exporters.onnx_exporter.OnnxExporter.export_node(n) for n in nodes],
+        "constants",
+        [
+            onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(v.dtype), v.shape)
+            for name, v in feeds.items()
+        ],
+        [onnx.helper.make_empty_tensor_value_info(t.name) for t in wanted],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
+    model.ir_version = onnx.helper.find_min_ir_version_for(model.opset_import, ignore_unknown=True)
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    try:
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return list(session.run(None, feeds))
+    except Exception:  # noqa: BLE001 - onnxruntime raises many types; the reference evaluator knows every ONNX operator.
+        return list(ReferenceEvaluator(model).run(None, feeds))
+
+
+def merge_constants(graph: gs.Graph) -> None:
+    """Makes constants of equal dtype, shape and data one."""
+    first: dict[Hashable, gs.Constant] = {}
+    for tensor in graph.tensors().values():
+        if not isinstance(tensor, gs.Constant) or not tensor.name:
+            continue
+        data = np.asarray(tensor.values, order="C")
+        digest = hashlib.blake2b(data.data if data.size else b"", digest_size=16).digest()
+        kept = first.setdefault((str(data.dtype), data.shape, digest), tensor)
+        if kept is not tensor and not ir.is_output(graph, tensor):
+            for user in ir.consumers(tensor):
+                user.inputs = [kept if t is tensor else t for t in user.inputs]
+
+
+def merge_nodes(graph: gs.Graph) -> int:
+    """Makes nodes of equal operator, attributes and inputs one; returns how many went."""
+    editor = ir.GraphEditor(graph)
+    first: dict[Hashable, gs.Node] = {}
+    dead = []
+    for node in ir.in_order(graph):
+        if node.op in _RANDOM or _has_graph(node):
+            continue
+        key = (node.op, node.domain or "", _attributes(node), tuple(t.name for t in node.inputs), len(node.outputs))
+        kept = first.setdefault(key, node)
+        if kept is node or any(ir.is_output(graph, t) for t in node.outputs):
+            continue
+        for old, new in zip(node.outputs, kept.outputs, strict=True):
+            editor.replace(old, new)
+        dead.append(node)
+    ir.remove_nodes(graph, dead)
+    return len(dead)
+
+
+def _attributes(node: gs.Node) -> Hashable:
+    return tuple(sorted((name, _frozen(value)) for name, value in node.attrs.items()))
+
+
+def _frozen(value: Any) -> str:
+    if isinstance(value, gs.Constant):
+        data = np.asarray(value.values)
+        return f"{data.dtype}{data.shape}{hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()}"
+    return repr(value)

@@ -1,0 +1,54 @@
+"""The way from a loaded model to normal form: infer, fold, decompose and simplify until nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from .. import ir
+from . import decompose as _basic
+from . import decompose_attention as _attention
+from .builder import decompose
+from .fold import fold_constants, fold_values, inline_constants, merge_constants, merge_nodes
+from .model import bind
+from .shapes import infer
+
+# Imported for the decompositions that they register.
+_TABLES = (_basic, _attention)
+
+# Each round undoes at least one layer of composition; exporters nest a handful.
+_ROUNDS = 12
+
+
+def normalize(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int | str]] | None = None) -> gs.Graph:
+    """``model`` (from ``load``) as a graph in normal form, every variable annotated with dtype and shape.
+
+    ``shapes`` gives inputs dimensions by name, as in ``{"input_ids": (1, 128)}``; a string names a dynamic size.
+
+    Raises ShapeError if ``shapes`` does not fit or a shape cannot be found, UnsupportedOperator for an operator that
+    cannot be written in basic ones.
+    """
+    bound = onnx.ModelProto()
+    bound.CopyFrom(model)
+    bind(bound, shapes)
+    graph = gs.import_onnx(bound)
+    inline_constants(graph)
+    for _ in range(_ROUNDS):
+        if not _round(graph):
+            break
+    infer(graph)
+    ir.sort(graph)
+    return graph
+
+
+def _round(graph: gs.Graph) -> int:
+    changes = fold_values(graph, infer(graph)) + fold_constants(graph)
+    ir.remove_dead(graph)
+    changes += decompose(graph)
+    ir.remove_dead(graph)
+    merge_constants(graph)
+    changes += merge_nodes(graph)
+    ir.remove_dead(graph)
+    return changes
