@@ -1,0 +1,247 @@
+"""The command line: what each command prints and writes, JSON by its keys, errors in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from click.testing import CliRunner, Result
+from onnx import TensorProto, helper
+
+from coda_edge.cli import main
+from coda_edge.inputs import generate_inputs
+from coda_edge.targets import get
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture
+def command() -> Command:
+    return lambda *arguments: CliRunner().invoke(main, [str(a) for a in arguments])
+
+
+def _json(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("\n") == 1
+    value: dict[str, Any] = json.loads(result.stdout)
+    return value
+
+
+def _failed(result: Result) -> str:
+    """The one line on stderr of a command that failed without a traceback."""
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+    assert result.stderr.count("\n") == 1
+    return result.stderr.strip()
+
+
+@pytest.fixture(scope="module")
+def optimized(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Any]]:
+    """A bundle and an optimized ONNX model of the tiny encoder, and what ``optimize --json`` said."""
+    folder = tmp_path_factory.mktemp("optimized")
+    bundle, graph = folder / "tiny.coda", folder / "tiny.coda.onnx"
+    arguments = ["optimize", str(tiny_model), "-o", str(bundle), "--onnx", str(graph), "--json"]
+    return bundle, graph, _json(CliRunner().invoke(main, arguments))
+
+
+def test_optimize_reports_what_scripts_rely_on(optimized: tuple[Path, Path, dict[str, Any]], tiny_model: Path) -> None:
+    bundle, graph, report = optimized
+    assert (report["model"], report["bundle"], report["onnx"]) == (str(tiny_model), str(bundle), str(graph))
+    assert report["gemm"] == 8 and report["attention"] == 2
+    assert report["kernels"] >= report["gemm"] + report["attention"]
+    assert report["nodes_before"] == len(onnx.load(tiny_model).graph.node)
+    assert 0 <= report["max_rel_error"] <= 1e-4
+    assert 0 < report["bytes_after"] < report["bytes_before"]
+    assert report["weights_bytes"] > 0 and report["arena_bytes"] > 0 and report["seconds"] > 0
+    assert report["ours_ms"] > 0 and report["ort_ms"] > 0 and report["ratio"] > 0 and report["threads"] >= 1
+    assert all(set(u) == {"op", "node", "reason"} for u in report["unfused"])
+    assert all(set(f) == {"kernel", "count", "from"} for f in report["fused"])
+    assert report["target"] == get().name
+
+
+def test_optimize_prints_a_table(command: Command, tiny_model: Path, tmp_path: Path) -> None:
+    result = command("optimize", tiny_model, "-o", tmp_path / "t.coda", "--no-verify", "--shape", "input_ids=2x16")
+    assert result.exit_code == 0, result.output
+    assert "8 GEMM, 2 attention" in result.stdout
+    assert "not verified" in result.stdout
+    assert [p.name for p in tmp_path.iterdir()] == ["t.coda"]
+
+
+def test_optimized_onnx_runs_anywhere(optimized: tuple[Path, Path, dict[str, Any]], tiny_model: Path) -> None:
+    feeds = generate_inputs(onnx.load(tiny_model), {"batch": 3, "sequence": 7}, padding="left")
+    (found,) = ort.InferenceSession(str(optimized[1])).run(None, feeds)
+    (expected,) = ort.InferenceSession(str(tiny_model)).run(None, feeds)
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_run_takes_and_writes_arrays(
+    command: Command, optimized: tuple[Path, Path, dict[str, Any]], tiny_model: Path, tmp_path: Path
+) -> None:
+    feeds = generate_inputs(onnx.load(tiny_model), {"batch": 3, "sequence": 7}, padding="right")
+    np.savez(tmp_path / "in.npz", **feeds)
+    paths = ("--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "out.npz")
+    said = _json(command("run", optimized[0], *paths, "--threads", 1, "--json"))
+    assert said["outputs"] == {"last_hidden_state": {"dtype": "float32", "shape": [3, 7, 48]}}
+    (expected,) = ort.InferenceSession(str(tiny_model)).run(None, feeds)
+    found = np.load(tmp_path / "out.npz")["last_hidden_state"]
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.npz", "out.npz"]
+    assert "last_hidden_state: float32 [3, 7, 48]" in command("run", optimized[0], *paths).stdout
+
+
+def test_bench_compares_and_times(
+    command: Command, optimized: tuple[Path, Path, dict[str, Any]], tiny_model: Path, tmp_path: Path
+) -> None:
+    options = ("--shape", "input_ids=2x16", "--threads", 1, "--rounds", 1, "--json")
+    said = _json(command("bench", optimized[0], "--against", tiny_model, *options))
+    assert set(said["against"]) == {"onnxruntime"}
+    peer = said["against"]["onnxruntime"]
+    assert said["ours_ms"] > 0 and peer["ms"] > 0 and peer["ratio"] > 0
+    assert 0 <= said["max_rel_error"] <= 1e-4
+    assert said["threads"] == 1 and said["shapes"]["attention_mask"] == [2, 16]
+
+    np.savez(tmp_path / "in.npz", **generate_inputs(onnx.load(tiny_model), {"batch": 1, "sequence": 5}))
+    alone = _json(command("bench", optimized[0], "--inputs", tmp_path / "in.npz", "--rounds", 1, "--json"))
+    assert alone["against"] == {} and alone["max_rel_error"] is None
+
+
+def test_inspect_shows_a_bundle(command: Command, optimized: tuple[Path, Path, dict[str, Any]]) -> None:
+    bundle, _, report = optimized
+    said = _json(command("inspect", bundle, "--json"))
+    assert said["kind"] == "bundle"
+    assert len(said["steps"]) == report["kernels"]
+    assert said["outputs"] == [{"name": "last_hidden_state", "dtype": "float32", "shape": ["batch", "sequence", "48"]}]
+    assert said["features"] == list(get().features)
+    text = command("inspect", bundle).stdout
+    assert "last_hidden_state" in text and report["target"] in text
+
+
+def test_inspect_shows_a_model(
+    command: Command, optimized: tuple[Path, Path, dict[str, Any]], tiny_model: Path
+) -> None:
+    said = _json(command("inspect", tiny_model, "--json"))
+    assert said["kind"] == "onnx" and said["opsets"] == {"": 17} and said["functions"] == []
+    assert said["operators"]["MatMul"] == 16
+    assert said["inputs"][0] == {"name": "input_ids", "dtype": "int64", "shape": ["batch", "sequence"]}
+
+    functions = _json(command("inspect", optimized[1], "--json"))["functions"]
+    assert sum(f["calls"] for f in functions if "acc: tile" in f["program"]) == 8
+    assert "moments" in command("inspect", optimized[1]).stdout
+
+
+def test_targets_names_the_native_one(command: Command) -> None:
+    said = _json(command("targets", "--json"))
+    native = next(t for t in said["targets"] if t["name"] == said["native"])
+    assert native["runs_here"] and native["missing"] == []
+    assert native["name"] in command("targets").stdout
+
+
+@pytest.fixture
+def damaged(optimized: tuple[Path, Path, dict[str, Any]], tmp_path: Path) -> Callable[[Callable[[bytes], bytes]], Path]:
+    """Makes a copy of the bundle that ``change`` has been applied to."""
+
+    def make(change: Callable[[bytes], bytes]) -> Path:
+        path = tmp_path / "damaged.coda"
+        path.write_bytes(change(optimized[0].read_bytes()))
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: b"",
+        lambda data: data[:100],
+        lambda data: data[:-1],
+        lambda data: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :],
+        lambda data: b"not a bundle at all" + data,
+    ],
+    ids=["empty", "header only", "truncated", "a bit flipped", "other magic"],
+)
+def test_a_damaged_bundle_is_one_line(
+    command: Command, damaged: Callable[..., Path], change: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    bundle = damaged(change)
+    np.savez(tmp_path / "in.npz", x=np.zeros(1))
+    outputs = tmp_path / "out.npz"
+    for arguments in (
+        ("run", bundle, "--inputs", tmp_path / "in.npz", "--outputs", outputs),
+        ("inspect", bundle),
+        ("bench", bundle),
+    ):
+        assert _failed(command(*arguments)).startswith("BundleError: ")
+    assert not outputs.exists()
+
+
+def test_a_garbage_model_is_one_line(command: Command, tmp_path: Path) -> None:
+    model = tmp_path / "garbage.onnx"
+    model.write_bytes(b"\x00\xff" * 1000)
+    for arguments in (("optimize", model), ("inspect", model)):
+        assert _failed(command(*arguments)).startswith("InvalidModel: ")
+    assert [p.name for p in tmp_path.iterdir()] == ["garbage.onnx"]
+
+
+def test_an_unknown_operator_is_named(command: Command, tmp_path: Path) -> None:
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node("Det", ["x"], ["y"], name="the_determinant")],
+        "g",
+        [value("x", TensorProto.FLOAT, ["batch", 3, 3])],
+        [value("y", TensorProto.FLOAT, ["batch"])],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]), tmp_path / "det.onnx")
+    line = _failed(command("optimize", tmp_path / "det.onnx"))
+    assert line.startswith("UnsupportedOperator: operator Det (node 'the_determinant') is not lowered")
+    assert not (tmp_path / "det.coda").exists()
+
+
+def test_errors_name_what_is_wrong(command: Command, tiny_model: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "missing.onnx"
+    assert _failed(command("optimize", missing)) == f"FileError: {missing}: no such file"
+    line = _failed(command("optimize", tiny_model, "-o", tmp_path / "no" / "x.coda"))
+    assert line == f"FileError: {tmp_path}/no/x.coda: the folder {tmp_path}/no does not exist"
+    line = _failed(command("optimize", tiny_model, "-o", tmp_path / "x.coda", "--target", "z80"))
+    assert line.startswith("TargetError: ") and "z80" in line and "x86-64" in line
+    line = _failed(command("optimize", tiny_model, "-o", tmp_path / "x.coda", "--shape", "ids=1x2"))
+    assert line.startswith("ShapeError: ") and "ids" in line and "input_ids" in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_in_json_is_still_one_object(command: Command, tmp_path: Path) -> None:
+    result = command("inspect", tmp_path / "missing.coda", "--json")
+    assert result.exit_code == 1
+    message = f"{tmp_path}/missing.coda: no such file"
+    assert json.loads(result.stdout) == {"error": {"type": "FileError", "message": message}}
+
+
+def test_run_names_a_missing_input(
+    command: Command, optimized: tuple[Path, Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "in.npz", input_ids=np.zeros((1, 4), np.int64))
+    line = _failed(command("run", optimized[0], "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "out.npz"))
+    assert "attention_mask" in line
+    assert not (tmp_path / "out.npz").exists()
+
+
+def test_run_refuses_what_is_no_npz(
+    command: Command, optimized: tuple[Path, Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    for content in (b"", b"PK\x03\x04 not a zip", b"text"):
+        (tmp_path / "in.npz").write_bytes(content)
+        line = _failed(command("run", optimized[0], "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "out.npz"))
+        assert line.startswith(f"FileError: {tmp_path}/in.npz: is not an .npz file of plain arrays")
+
+
+@pytest.mark.parametrize("shape", ["input_ids", "=1x2", "input_ids=1x?", "input_ids=axb-1"])
+def test_a_malformed_shape_is_a_usage_error(command: Command, tiny_model: Path, shape: str) -> None:
+    result = command("optimize", tiny_model, "--shape", shape)
+    assert result.exit_code == 2
+    assert f"{shape!r} is not of the form NAME=1x128" in result.stderr
