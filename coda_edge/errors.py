@@ -37,3 +37,7 @@ class TargetError(CodaError):
 
 class BundleError(CodaError):
     """A bundle that is truncated, altered, of another version, or for another CPU."""
+
+
+class DataError(CodaError):
+    """A value that a kernel cannot process, such as an index out of range; names the step and its ONNX nodes."""

@@ -5,6 +5,7 @@ The plan knows nothing of ONNX or TVM. ``docs/bundle-format.md`` gives its bytes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -54,6 +55,15 @@ class ExprTable:
         self.entries: list[Expr] = []
         self.symbols: list[str] = []
         self._index: dict[Expr, int] = {}
+
+    @classmethod
+    def of(cls, entries: list[Expr], symbols: list[str]) -> ExprTable:
+        """A table of these entries."""
+        table = cls()
+        table.entries = entries
+        table.symbols = symbols
+        table._index = {e: i for i, e in enumerate(entries)}
+        return table
 
     def add(self, dim: Dim) -> int:
         """The index of ``dim`` in the table, adding what it needs."""
@@ -120,7 +130,7 @@ _SYMPY = {
     sympy.Max: ExprOp.MAX,
     sympy.Min: ExprOp.MIN,
 }
-_EVALUATE = {
+_EVALUATE: dict[ExprOp, Callable[[int, int], int]] = {
     ExprOp.ADD: lambda a, b: a + b,
     ExprOp.MUL: lambda a, b: a * b,
     ExprOp.FLOORDIV: lambda a, b: a // b,
@@ -155,7 +165,10 @@ class Buffer:
 
 @dataclass(frozen=True)
 class PlanStep:
-    """One kernel call; numbers are indices into the plan's tables."""
+    """One kernel call. ``kernel`` and ``finish`` index ``kernels``, ``buffers`` indexes ``buffers``.
+
+    ``ints``, ``items``, ``scratch`` (bytes), ``flops`` and ``bytes`` are entries of the size table; ``grain`` is a number.
+    """
 
     name: str
     kernel: int

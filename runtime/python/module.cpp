@@ -1,18 +1,244 @@
-// coda_edge._runtime: the C runtime for Python.
+// coda_edge._runtime: the C runtime for Python. coda_edge/session.py is what users see.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
 
 #include "coda.h"
 
 namespace nb = nanobind;
 
-static std::vector<std::string> cpu_features() {
-  const char *names[128];
-  size_t count = coda_cpu_features(names, 128);
-  return std::vector<std::string>(names, names + count);
+namespace {
+
+[[noreturn]] void raise(const coda_error &error) {
+  static const std::map<coda_code, const char *> classes = {
+      {CODA_ERROR_FILE, "BundleError"},   {CODA_ERROR_BUNDLE, "BundleError"}, {CODA_ERROR_TARGET, "TargetError"},
+      {CODA_ERROR_SHAPE, "ShapeError"},   {CODA_ERROR_DATA, "DataError"},
+  };
+  if (error.code == CODA_ERROR_MEMORY) {
+    PyErr_SetString(PyExc_MemoryError, error.message);
+  } else {
+    const auto found = classes.find(error.code);
+    const nb::object type = nb::module_::import_("coda_edge.errors").attr(found == classes.end() ? "CodaError" : found->second);
+    PyErr_SetString(type.ptr(), error.message);
+  }
+  throw nb::python_error();
 }
 
+// Strings of a bundle should be UTF-8; one that is not must still be shown.
+nb::str text(const char *s) { return nb::steal<nb::str>(PyUnicode_DecodeUTF8(s, (Py_ssize_t)std::strlen(s), "replace")); }
+
+// A run's tensors, and the buffers that keep their memory in place.
+class Tensors {
+public:
+  Tensors(const nb::list &given, bool writable) : tensors(given.size()), views(given.size()) {
+    for (size_t i = 0; i < given.size(); i++)
+      if (!given[i].is_none())
+        fill(tensors[i], views[i].view, nb::cast<nb::tuple>(given[i]), writable);
+  }
+
+  std::vector<coda_tensor> tensors;
+
+private:
+  struct View {
+    View() = default;
+    ~View() { PyBuffer_Release(&view); } // does nothing for one that was never filled
+    View(const View &) = delete;
+    View &operator=(const View &) = delete;
+    Py_buffer view = {};
+  };
+
+  // (element type, array)
+  static void fill(coda_tensor &tensor, Py_buffer &view, const nb::tuple &pair, bool writable) {
+    const nb::object array = pair[1];
+    if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0)) != 0)
+      throw nb::python_error();
+    tensor.data = view.buf;
+    tensor.bytes = (size_t)view.len;
+    tensor.dtype = nb::cast<int32_t>(pair[0]);
+    tensor.rank = view.ndim;
+    for (int axis = 0; axis < view.ndim && axis < CODA_MAX_RANK; axis++)
+      tensor.dims[axis] = view.shape[axis];
+  }
+
+  std::vector<View> views;
+};
+
+class Session {
+public:
+  Session(const nb::object &source, int32_t threads) {
+    coda_error error;
+    coda_code code;
+    if (nb::isinstance<nb::bytes>(source)) {
+      const nb::bytes bytes = nb::cast<nb::bytes>(source);
+      memory_ = std::aligned_alloc(64, (bytes.size() + 64) / 64 * 64);
+      if (!memory_)
+        throw std::bad_alloc();
+      std::memcpy(memory_, bytes.c_str(), bytes.size());
+      nb::gil_scoped_release release;
+      code = coda_model_open_memory(memory_, bytes.size(), &model_, &error);
+    } else {
+      const std::string path = nb::cast<std::string>(source);
+      nb::gil_scoped_release release;
+      code = coda_model_open(path.c_str(), &model_, &error);
+    }
+    if (code == CODA_OK) {
+      coda_session_options options = {};
+      options.size = sizeof options;
+      options.threads = threads;
+      options.spin_us = -1;
+      code = coda_session_create(model_, &options, &session_, &error);
+    }
+    if (code != CODA_OK) {
+      close();
+      raise(error);
+    }
+  }
+  ~Session() { close(); }
+  Session(const Session &) = delete;
+  Session &operator=(const Session &) = delete;
+
+  // Waits for a run in another thread.
+  void close() {
+    nb::gil_scoped_release release;
+    std::lock_guard<std::mutex> lock(mutex_);
+    coda_session_free(session_);
+    coda_model_free(model_);
+    std::free(memory_);
+    session_ = nullptr;
+    model_ = nullptr;
+    memory_ = nullptr;
+  }
+
+  nb::list tensors(bool outputs) {
+    check_open();
+    nb::list result;
+    const size_t count = outputs ? coda_model_output_count(model_) : coda_model_input_count(model_);
+    for (size_t i = 0; i < count; i++) {
+      const coda_tensor_info *info = outputs ? coda_model_output(model_, i) : coda_model_input(model_, i);
+      nb::list dims;
+      for (int32_t axis = 0; axis < info->rank; axis++)
+        if (info->dims[axis] >= 0)
+          dims.append(info->dims[axis]);
+        else
+          dims.append(text(info->dim_text[axis]));
+      result.append(nb::make_tuple(text(info->name), info->dtype, dims));
+    }
+    return result;
+  }
+
+  nb::dict metadata() {
+    check_open();
+    nb::dict result;
+    const char *key, *value;
+    for (size_t i = 0; coda_model_metadata(model_, i, &key, &value) == 0; i++)
+      result[text(key)] = text(value);
+    return result;
+  }
+
+  nb::list shapes(const nb::list &inputs) {
+    const Tensors given(inputs, false);
+    std::vector<coda_tensor> outputs;
+    call([&](coda_error *error) {
+      outputs.resize(coda_model_output_count(model_));
+      return coda_session_shapes(session_, given.tensors.data(), outputs.data(), error);
+    });
+    nb::list result;
+    for (const coda_tensor &output : outputs) {
+      nb::list dims;
+      for (int32_t axis = 0; axis < output.rank; axis++)
+        dims.append(output.dims[axis]);
+      result.append(nb::tuple(dims));
+    }
+    return result;
+  }
+
+  void run(const nb::list &inputs, const nb::list &outputs) {
+    const Tensors given(inputs, false);
+    Tensors results(outputs, true);
+    call([&](coda_error *error) { return coda_session_run(session_, given.tensors.data(), results.tensors.data(), error); });
+  }
+
+  nb::list profile() {
+    std::vector<coda_step_profile> steps;
+    call([&](coda_error *) {
+      steps.resize(coda_session_profile(session_, nullptr, 0));
+      coda_session_profile(session_, steps.data(), steps.size());
+      return CODA_OK;
+    });
+    nb::list result;
+    for (const coda_step_profile &step : steps)
+      result.append(nb::make_tuple(text(step.name), step.seconds, step.flops, step.bytes));
+    return result;
+  }
+
+  int32_t threads() {
+    check_open();
+    return coda_session_threads(session_);
+  }
+
+  size_t arena_bytes() {
+    size_t bytes = 0;
+    call([&](coda_error *) {
+      bytes = coda_session_arena_bytes(session_);
+      return CODA_OK;
+    });
+    return bytes;
+  }
+
+private:
+  void check_open() const {
+    if (!session_)
+      raise({CODA_ERROR_ARGUMENT, "the session is closed: open the bundle again"});
+  }
+
+  // Calls into the runtime without the GIL, one thread at a time.
+  template <typename Function> void call(Function function) {
+    coda_error error = {CODA_ERROR_ARGUMENT, "the session is closed: open the bundle again"};
+    coda_code code = CODA_ERROR_ARGUMENT;
+    {
+      nb::gil_scoped_release release;
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (session_)
+        code = function(&error);
+    }
+    if (code != CODA_OK)
+      raise(error);
+  }
+
+  std::mutex mutex_;
+  void *memory_ = nullptr; // an aligned copy of a bundle given as bytes
+  coda_model *model_ = nullptr;
+  coda_session *session_ = nullptr;
+};
+
+std::vector<std::string> cpu_features() {
+  std::vector<const char *> names(coda_cpu_features(nullptr, 0));
+  coda_cpu_features(names.data(), names.size());
+  return std::vector<std::string>(names.begin(), names.end());
+}
+
+} // namespace
+
 NB_MODULE(_runtime, m) {
+  m.attr("version") = coda_version();
   m.def("cpu_features", &cpu_features, "Names of this CPU's features that a bundle may ask for.");
+  m.def("cpu_cores", &coda_cpu_cores, "How many cores this process may use.");
+  m.def("dtype_name", &coda_dtype_name, nb::arg("dtype"), "numpy's name of an element type given by its ONNX number.");
+  nb::class_<Session>(m, "Session")
+      .def(nb::init<nb::object, int32_t>(), nb::arg("source"), nb::arg("threads"))
+      .def("close", &Session::close)
+      .def("tensors", &Session::tensors, nb::arg("outputs"), "(name, element type, dims) of each input, or of each output.")
+      .def("metadata", &Session::metadata)
+      .def("shapes", &Session::shapes, nb::arg("inputs"), "The outputs' dims for inputs given as (element type, array) or None.")
+      .def("run", &Session::run, nb::arg("inputs"), nb::arg("outputs"))
+      .def("profile", &Session::profile, "(name, seconds, flops, bytes) of each step of the last run.")
+      .def("threads", &Session::threads)
+      .def("arena_bytes", &Session::arena_bytes);
 }

@@ -162,7 +162,7 @@ static int cgroup_cores(int cores) {
   }
 }
 
-int coda_cpu_cores(void) {
+int32_t coda_cpu_cores(void) {
   cpu_set_t set;
   int cores = 1;
   if (sched_getaffinity(0, sizeof set, &set) == 0)

@@ -1,0 +1,21 @@
+"""Bundles: the execution plan and the one file (``*.coda``) that holds it with its constants and kernels."""
+
+from .plan import Buffer, BufferKind, Bundle, ExecutionPlan, Expr, ExprOp, ExprTable, PlanStep, TensorInfo
+from .reader import from_bytes, read
+from .writer import to_bytes, write
+
+__all__ = [
+    "Buffer",
+    "BufferKind",
+    "Bundle",
+    "ExecutionPlan",
+    "Expr",
+    "ExprOp",
+    "ExprTable",
+    "PlanStep",
+    "TensorInfo",
+    "from_bytes",
+    "read",
+    "to_bytes",
+    "write",
+]

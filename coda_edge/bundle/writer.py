@@ -1,0 +1,163 @@
+"""Writes a bundle: one file, as ``docs/bundle-format.md`` specifies it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+from struct import error as StructError
+
+from ..errors import BundleError
+from . import format as fmt
+from .plan import Bundle, ExecutionPlan
+
+
+def write(bundle: Bundle, path: str | os.PathLike[str]) -> None:
+    """Writes ``bundle`` to ``path`` atomically: afterwards the file is complete, or as it was before.
+
+    Raises ``BundleError`` for a plan that the format cannot hold, and ``OSError`` where the file cannot be written.
+    """
+    target = Path(path)
+    parts = _parts(bundle)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fchmod(file.fileno(), 0o644)
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    directory = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def to_bytes(bundle: Bundle) -> bytes:
+    """The bundle as one byte string. Raises ``BundleError`` for a plan that the format cannot hold."""
+    return b"".join(_parts(bundle))
+
+
+def _parts(bundle: Bundle) -> list[bytes | memoryview]:
+    """Header, then each section after its padding."""
+    sections: dict[fmt.Section, bytes | memoryview] = {
+        fmt.Section.PLAN: _encode_plan(bundle.plan),
+        fmt.Section.FEATURES: _strings(bundle.features),
+        fmt.Section.METADATA: _strings(text for item in bundle.metadata.items() for text in item),
+        fmt.Section.LIBRARY: bundle.library,
+        fmt.Section.CONSTANTS: bundle.constants.tobytes() if bundle.constants.size == 0 else bundle.constants.data,
+    }
+    entries: list[bytes] = []
+    body: list[bytes | memoryview] = []
+    end = fmt.HEADER_BYTES
+    for section in fmt.Section:
+        data = sections[section]
+        offset = -(-end // section.alignment) * section.alignment
+        body += [bytes(offset - end), data]
+        entries.append(fmt.ENTRY.pack(section, 0, offset, len(data), sha256(data).digest()))
+        end = offset + len(data)
+    table = fmt.PREFIX.pack(fmt.MAGIC, fmt.VERSION, len(entries), end, 0) + b"".join(entries)
+    return [table, sha256(table).digest(), *body]
+
+
+def _strings(texts: Iterable[str]) -> bytes:
+    encoded = [text.encode() for text in texts]
+    for text in encoded:
+        if b"\0" in text:
+            raise BundleError(f"a bundle's strings cannot hold a zero byte: {text!r}")
+    return b"".join(text + b"\0" for text in encoded)
+
+
+class _Pools:
+    """The word and string tables that records point into; equal entries are stored once."""
+
+    def __init__(self) -> None:
+        self.words: list[int] = []
+        self.strings = b""
+        self._words: dict[tuple[int, ...], int] = {}
+        self._strings: dict[str, int] = {}
+
+    def range(self, values: tuple[int, ...]) -> int:
+        """The first word of ``values``."""
+        if values not in self._words:
+            self._words[values] = len(self.words)
+            self.words += values
+        return self._words[values]
+
+    def string(self, text: str) -> int:
+        """The byte offset of ``text``."""
+        if text not in self._strings:
+            self._strings[text] = len(self.strings)
+            self.strings += _strings([text])
+        return self._strings[text]
+
+
+def _encode_plan(plan: ExecutionPlan) -> bytes:
+    try:
+        return _pack_plan(plan)
+    except StructError as e:
+        raise BundleError(f"the plan holds a number that the bundle format cannot: {e}") from e
+
+
+def _pack_plan(plan: ExecutionPlan) -> bytes:
+    _check(plan)
+    pools = _Pools()
+    exprs = b"".join(fmt.EXPR.pack(e.op, 0, e.a, e.b) for e in plan.exprs.entries)
+    tensors = b"".join(
+        fmt.TENSOR.pack(pools.string(t.name), fmt.DTYPES[t.dtype], len(t.dims), pools.range(t.dims))
+        for t in (*plan.inputs, *plan.outputs)
+    )
+    buffers = b"".join(fmt.BUFFER.pack(b.kind, b.size, b.index, b.first, b.last) for b in plan.buffers)
+    steps = b"".join(
+        fmt.STEP.pack(
+            pools.string(s.name),
+            s.kernel,
+            s.finish,
+            pools.range(s.buffers),
+            len(s.buffers),
+            pools.range(s.ints),
+            len(s.ints),
+            s.items,
+            s.grain,
+            s.scratch,
+            s.flops,
+            s.bytes,
+            pools.string(s.source),
+            0,
+        )
+        for s in plan.steps
+    )
+    symbols = b"".join(fmt.WORD.pack(pools.string(name)) for name in plan.exprs.symbols)
+    kernels = b"".join(fmt.WORD.pack(pools.string(name)) for name in plan.kernels)
+    words = b"".join(fmt.WORD.pack(word) for word in pools.words)
+    strings = pools.strings or b"\0"
+    header = fmt.PLAN_HEADER.pack(
+        len(plan.exprs.symbols),
+        len(plan.exprs.entries),
+        len(plan.inputs),
+        len(plan.outputs),
+        len(plan.buffers),
+        len(plan.kernels),
+        len(plan.steps),
+        len(pools.words),
+        len(strings),
+        0,
+    )
+    return b"".join([header, exprs, tensors, buffers, steps, symbols, kernels, words, strings])
+
+
+def _check(plan: ExecutionPlan) -> None:
+    """What a plan may hold in memory but not in a bundle."""
+    if len(plan.exprs.symbols) > fmt.MAX_SYMBOLS:
+        raise BundleError(f"the plan has {len(plan.exprs.symbols)} symbolic sizes, a bundle at most {fmt.MAX_SYMBOLS}")
+    for t in (*plan.inputs, *plan.outputs):
+        if t.dtype not in fmt.DTYPES:
+            raise BundleError(f"'{t.name}' has element type {t.dtype}; a bundle can hold {', '.join(fmt.DTYPES)}")
+        if len(t.dims) > fmt.MAX_RANK:
+            raise BundleError(f"'{t.name}' has {len(t.dims)} dimensions, an input or output at most {fmt.MAX_RANK}")

@@ -1,0 +1,164 @@
+"""Runs bundles, in the manner of ``onnxruntime.InferenceSession``; needs only numpy and the C runtime."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _runtime
+from .errors import ShapeError
+
+_ONNX_NAMES = {"float32": "float", "float64": "double"}
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    if name != "bfloat16":
+        return np.dtype(name)
+    import ml_dtypes  # numpy itself has no bfloat16
+
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
+
+
+@dataclass(frozen=True)
+class IO:
+    """An input or output: ``type`` as onnxruntime writes it (``tensor(float)``), ``shape`` of numbers and symbolic sizes."""
+
+    name: str
+    type: str
+    shape: list[int | str]
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """One kernel call of a run. ``flops`` are those of the algorithm; ``bytes`` counts each tensor read or written once."""
+
+    name: str
+    seconds: float
+    flops: int
+    bytes: int
+
+
+class _Tensor:
+    """An input or output as the runtime describes it."""
+
+    def __init__(self, name: str, number: int, dims: list[int | str]) -> None:
+        element = _runtime.dtype_name(number)
+        self.io = IO(name, f"tensor({_ONNX_NAMES.get(element, element)})", dims)
+        self.name = name
+        self.number = number
+        self.dtype = _numpy_dtype(element)
+
+
+class Session:
+    """A bundle, ready to run.
+
+    ``path_or_bytes``: a file, which is mapped, or its contents, which are copied. ``threads``: how many threads run it; by
+    default the cores that this process may use. Threads may share a session: their runs take turns.
+
+    Raises ``BundleError`` for a file that is no bundle, damaged or of another version, ``TargetError`` if this CPU lacks
+    what the kernels need.
+    """
+
+    def __init__(self, path_or_bytes: str | os.PathLike[str] | bytes, threads: int | None = None) -> None:
+        source = path_or_bytes if isinstance(path_or_bytes, bytes) else os.fspath(path_or_bytes)
+        self._runtime = _runtime.Session(source, threads or 0)
+        self._inputs = [_Tensor(*tensor) for tensor in self._runtime.tensors(False)]
+        self._outputs = [_Tensor(*tensor) for tensor in self._runtime.tensors(True)]
+        self._input_names = frozenset(tensor.name for tensor in self._inputs)
+        self._output_index = {tensor.name: i for i, tensor in enumerate(self._outputs)}
+
+    def get_inputs(self) -> list[IO]:
+        """The inputs, in order."""
+        return [tensor.io for tensor in self._inputs]
+
+    def get_outputs(self) -> list[IO]:
+        """The outputs, in order."""
+        return [tensor.io for tensor in self._outputs]
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What the bundle says of itself: producer, target, hash of the source model."""
+        return self._runtime.metadata()
+
+    @property
+    def threads(self) -> int:
+        """How many threads run this session, the caller's among them."""
+        return self._runtime.threads()
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of working memory that the last run needed; 0 before the first."""
+        return self._runtime.arena_bytes()
+
+    def run(self, output_names: Sequence[str] | None, feeds: Mapping[str, npt.ArrayLike]) -> list[npt.NDArray[Any]]:
+        """Runs the model: the named outputs in that order, or all of them for ``None``.
+
+        ``feeds`` maps each input's name to its array; contiguous arrays are read in place. Raises ``ShapeError`` for a
+        missing or unknown name, a wrong element type or dimensions that do not fit, and ``DataError`` for a value that
+        the model cannot process.
+        """
+        wanted = self._wanted(output_names)
+        inputs = self._feed(feeds)
+        results = [
+            np.empty(dims, tensor.dtype)
+            for dims, tensor in zip(self._runtime.shapes(inputs), self._outputs, strict=True)
+        ]
+        outputs = [
+            (tensor.number, _bytes_view(result)) if i in wanted else None
+            for i, (tensor, result) in enumerate(zip(self._outputs, results, strict=True))
+        ]
+        self._runtime.run(inputs, outputs)
+        return [results[i] for i in wanted]
+
+    def profile(self) -> list[StepProfile]:
+        """The kernel calls of the last run, in order; empty before the first."""
+        return [StepProfile(*step) for step in self._runtime.profile()]
+
+    def close(self) -> None:
+        """Frees the session's memory, threads and mapping; waits for a run in another thread."""
+        self._runtime.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wanted(self, names: Sequence[str] | None) -> list[int]:
+        if names is None:
+            return list(range(len(self._outputs)))
+        unknown = [name for name in names if name not in self._output_index]
+        if unknown:
+            raise ShapeError(f"no output is called '{unknown[0]}'; the outputs are {_quoted(self._outputs)}")
+        return [self._output_index[name] for name in names]
+
+    def _feed(self, feeds: Mapping[str, npt.ArrayLike]) -> list[tuple[int, npt.NDArray[Any]] | None]:
+        unknown = [name for name in feeds if name not in self._input_names]
+        if unknown:
+            raise ShapeError(f"no input is called '{unknown[0]}'; the inputs are {_quoted(self._inputs)}")
+        return [self._array(tensor, feeds[tensor.name]) if tensor.name in feeds else None for tensor in self._inputs]
+
+    def _array(self, tensor: _Tensor, value: npt.ArrayLike) -> tuple[int, npt.NDArray[Any]]:
+        array = np.asarray(value)
+        if array.dtype != tensor.dtype:
+            raise ShapeError(f"input '{tensor.name}': element type is {array.dtype}, expected {tensor.dtype}")
+        in_place = array.flags.c_contiguous and array.flags.aligned
+        return tensor.number, _bytes_view(array if in_place else array.copy(order="C"))
+
+
+def _bytes_view(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """``array`` in a type of the same size that the buffer protocol knows."""
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+
+
+def _quoted(tensors: list[_Tensor]) -> str:
+    return ", ".join(f"'{tensor.name}'" for tensor in tensors)

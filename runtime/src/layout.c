@@ -1,0 +1,254 @@
+/* Binds symbols to the inputs' dimensions, evaluates the size table, and packs the arena by liveness. */
+#include "layout.h"
+
+#include <inttypes.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <string.h>
+
+/* --- memory ------------------------------------------------------------------------------------------------------- */
+
+size_t coda_layout_bytes(const coda_plan *plan) {
+  const size_t words = (size_t)plan->dim_count + plan->expr_count + plan->input_count + plan->output_count + plan->buffer_count +
+                       plan->int_count + plan->operand_count;
+  return (words + 1) * sizeof(int64_t);
+}
+
+void coda_layout_attach(coda_layout *layout, const coda_plan *plan, void *memory) {
+  memset(layout, 0, sizeof *layout);
+  layout->dims = memory;
+  layout->values = layout->dims + plan->dim_count;
+  layout->tensor_bytes = layout->values + plan->expr_count;
+  layout->offsets = layout->tensor_bytes + plan->input_count + plan->output_count;
+  layout->ints = layout->offsets + plan->buffer_count;
+  layout->addresses = (uint64_t *)(layout->ints + plan->int_count);
+}
+
+/* --- inputs ------------------------------------------------------------------------------------------------------- */
+
+enum { SHAPE_TEXT = 512, DIM_TEXT = 96 };
+
+static void format_shape(const coda_plan *plan, const plan_tensor *tensor, char text[SHAPE_TEXT]) {
+  char dim[DIM_TEXT];
+  size_t length = 0;
+  text[length++] = '[';
+  for (uint32_t axis = 0; axis < tensor->rank && length + DIM_TEXT + 4 < SHAPE_TEXT; axis++) {
+    coda_plan_format(plan, tensor->dims[axis], dim, sizeof dim);
+    length += (size_t)sprintf(text + length, "%s%s", axis ? ", " : "", dim);
+  }
+  strcpy(text + length, "]");
+}
+
+coda_code coda_layout_check_types(const coda_plan *plan, const coda_tensor *inputs, coda_error *error) {
+  char shape[SHAPE_TEXT];
+  for (uint32_t i = 0; i < plan->input_count; i++) {
+    const plan_tensor *expected = &plan->inputs[i];
+    const coda_tensor *given = &inputs[i];
+    if (given->dtype == expected->dtype && given->rank == (int32_t)expected->rank)
+      continue;
+    format_shape(plan, expected, shape);
+    if (given->dtype == 0)
+      return coda_fail(error, CODA_ERROR_SHAPE, "input '%s' is missing: give a %s tensor of shape %s", expected->name,
+                       coda_dtype_name(expected->dtype), shape);
+    if (given->dtype != expected->dtype)
+      return coda_fail(error, CODA_ERROR_SHAPE, "input '%s': element type is %s, expected %s", expected->name,
+                       coda_dtype_name(given->dtype), coda_dtype_name(expected->dtype));
+    return coda_fail(error, CODA_ERROR_SHAPE, "input '%s' has %" PRId32 " dimensions, expected %" PRIu32 ": %s", expected->name, given->rank,
+                     expected->rank, shape);
+  }
+  return CODA_OK;
+}
+
+int coda_layout_matches(const coda_layout *layout, const coda_plan *plan, const coda_tensor *inputs) {
+  const int64_t *dims = layout->dims;
+  for (uint32_t i = 0; i < plan->input_count; dims += plan->inputs[i].rank, i++)
+    if (memcmp(dims, inputs[i].dims, plan->inputs[i].rank * sizeof *dims) != 0)
+      return 0;
+  return 1;
+}
+
+static coda_code evaluate(coda_layout *layout, const coda_plan *plan, const coda_tensor *inputs, coda_error *error) {
+  int64_t symbols[CODA_MAX_SYMBOLS];
+  int64_t *dims = layout->dims;
+  for (uint32_t i = 0; i < plan->input_count; dims += plan->inputs[i].rank, i++) {
+    memcpy(dims, inputs[i].dims, plan->inputs[i].rank * sizeof *dims);
+    for (uint32_t axis = 0; axis < plan->inputs[i].rank; axis++)
+      if (dims[axis] < 0)
+        return coda_fail(error, CODA_ERROR_SHAPE, "input '%s': dimension %" PRIu32 " is %" PRId64 ", expected 0 or more",
+                         plan->inputs[i].name, axis, dims[axis]);
+  }
+  for (uint32_t s = 0; s < plan->symbol_count; s++)
+    symbols[s] = inputs[plan->bindings[s].input].dims[plan->bindings[s].axis];
+  return coda_plan_evaluate(plan, symbols, layout->values, error);
+}
+
+static coda_code wrong_dimension(const coda_layout *layout, const coda_plan *plan, uint32_t input, uint32_t axis, int64_t found,
+                                 coda_error *error) {
+  const plan_tensor *tensor = &plan->inputs[input];
+  const uint32_t entry = tensor->dims[axis];
+  const plan_expr *e = &plan->exprs[entry];
+  const int64_t expected = layout->values[entry];
+  char text[DIM_TEXT];
+  coda_plan_format(plan, entry, text, sizeof text);
+  if (e->op == EXPR_CONST)
+    return coda_fail(error, CODA_ERROR_SHAPE, "input '%s': dimension %" PRIu32 " is %" PRId64 ", expected %" PRId64, tensor->name, axis, found,
+                     expected);
+  if (e->op == EXPR_SYMBOL)
+    return coda_fail(error, CODA_ERROR_SHAPE, "input '%s': dimension %" PRIu32 " is %" PRId64 ", expected %s = %" PRId64 " (from input '%s')",
+                     tensor->name, axis, found, text, expected, plan->inputs[plan->bindings[e->a].input].name);
+  return coda_fail(error, CODA_ERROR_SHAPE, "input '%s': dimension %" PRIu32 " is %" PRId64 ", expected %s = %" PRId64, tensor->name, axis,
+                   found, text, expected);
+}
+
+static coda_code check_dimensions(const coda_layout *layout, const coda_plan *plan, coda_error *error) {
+  const int64_t *dims = layout->dims;
+  for (uint32_t i = 0; i < plan->input_count; dims += plan->inputs[i].rank, i++)
+    for (uint32_t axis = 0; axis < plan->inputs[i].rank; axis++)
+      if (dims[axis] != layout->values[plan->inputs[i].dims[axis]])
+        return wrong_dimension(layout, plan, i, axis, dims[axis], error);
+  return CODA_OK;
+}
+
+/* --- sizes -------------------------------------------------------------------------------------------------------- */
+
+static coda_code measure_tensor(const coda_layout *layout, const plan_tensor *tensor, int64_t *bytes, coda_error *error) {
+  *bytes = (int64_t)coda_dtype_size(tensor->dtype);
+  for (uint32_t axis = 0; axis < tensor->rank; axis++) {
+    const int64_t dim = layout->values[tensor->dims[axis]];
+    if (dim < 0)
+      return coda_fail(error, CODA_ERROR_SHAPE, "'%s' would have dimension %" PRIu32 " = %" PRId64 " for these inputs", tensor->name, axis, dim);
+    if (__builtin_mul_overflow(*bytes, dim, bytes))
+      return coda_fail(error, CODA_ERROR_SHAPE, "'%s' would be larger than 64 bits count for these inputs", tensor->name);
+  }
+  return CODA_OK;
+}
+
+static coda_code check_buffers(const coda_layout *layout, const coda_plan *plan, coda_error *error) {
+  for (uint32_t i = 0; i < plan->buffer_count; i++) {
+    const plan_buffer *b = &plan->buffers[i];
+    const int64_t size = layout->values[b->size];
+    if (size < 0 || size > INT64_MAX / 2)
+      return coda_fail(error, CODA_ERROR_SHAPE, "buffer %" PRIu32 " would have %" PRId64 " bytes for these inputs", i, size);
+    if (b->kind != BUFFER_INPUT && b->kind != BUFFER_OUTPUT)
+      continue;
+    const uint64_t tensor = b->kind == BUFFER_INPUT ? b->index : plan->input_count + b->index;
+    if (size > layout->tensor_bytes[tensor])
+      return coda_fail(error, CODA_ERROR_BUNDLE, "bundle's plan is invalid: buffer %" PRIu32 " has %" PRId64 " bytes, its tensor %" PRId64, i,
+                       size, layout->tensor_bytes[tensor]);
+  }
+  return CODA_OK;
+}
+
+static coda_code measure(coda_layout *layout, const coda_plan *plan, coda_error *error) {
+  coda_code code = CODA_OK;
+  for (uint32_t i = 0; i < plan->input_count && !code; i++)
+    code = measure_tensor(layout, &plan->inputs[i], &layout->tensor_bytes[i], error);
+  for (uint32_t i = 0; i < plan->output_count && !code; i++)
+    code = measure_tensor(layout, &plan->outputs[i], &layout->tensor_bytes[plan->input_count + i], error);
+  if (!code)
+    code = check_buffers(layout, plan, error);
+  int64_t *ints = layout->ints;
+  layout->scratch_bytes = 0;
+  for (uint32_t i = 0; i < plan->step_count && !code; i++) {
+    const plan_step *s = &plan->steps[i];
+    const int64_t items = layout->values[s->items], scratch = layout->values[s->scratch];
+    if (items < 0 || scratch < 0 || scratch > INT32_MAX)
+      code = coda_fail(error, CODA_ERROR_SHAPE, "step '%s' would have %" PRId64 " items and %" PRId64 " bytes of scratch for these inputs",
+                       s->name, items, scratch);
+    else if ((size_t)scratch > layout->scratch_bytes)
+      layout->scratch_bytes = (size_t)scratch;
+    for (uint32_t k = 0; k < s->int_count; k++)
+      *ints++ = layout->values[s->ints[k]];
+  }
+  return code;
+}
+
+/* --- arena -------------------------------------------------------------------------------------------------------- */
+
+static int64_t padded(const coda_layout *layout, const plan_buffer *b) {
+  return (layout->values[b->size] + CODA_ALIGNMENT - 1) / CODA_ALIGNMENT * CODA_ALIGNMENT;
+}
+
+/* Sorts buffers by size, largest first (Shell 1959). */
+static void sort_by_size(const coda_layout *layout, const coda_plan *plan, uint32_t *order, uint32_t count) {
+  for (uint32_t gap = count / 2; gap; gap /= 2)
+    for (uint32_t i = gap; i < count; i++) {
+      const uint32_t moving = order[i];
+      const int64_t size = layout->values[plan->buffers[moving].size];
+      uint32_t k = i;
+      for (; k >= gap && layout->values[plan->buffers[order[k - gap]].size] < size; k -= gap)
+        order[k] = order[k - gap];
+      order[k] = moving;
+    }
+}
+
+static bool overlap(const plan_buffer *a, const plan_buffer *b) { return a->first <= b->last && b->first <= a->last; }
+
+/* The smallest gap that holds `buffer` between the placed buffers alive at the same time; `placed` is sorted by offset. */
+static int64_t best_offset(const coda_layout *layout, const coda_plan *plan, const plan_buffer *buffer, const uint32_t *placed, uint32_t count) {
+  const int64_t need = padded(layout, buffer);
+  int64_t end = 0, best = -1, best_gap = INT64_MAX;
+  for (uint32_t i = 0; i < count; i++) {
+    const plan_buffer *other = &plan->buffers[placed[i]];
+    if (!overlap(buffer, other))
+      continue;
+    const int64_t offset = layout->offsets[placed[i]], gap = offset - end;
+    if (gap >= need && gap < best_gap)
+      best = end, best_gap = gap;
+    if (offset + padded(layout, other) > end)
+      end = offset + padded(layout, other);
+  }
+  return best >= 0 ? best : end;
+}
+
+static coda_code pack(coda_layout *layout, const coda_plan *plan, uint32_t *order, coda_error *error) {
+  uint32_t count = 0, placed_count = 0;
+  uint32_t *placed = order + plan->buffer_count;
+  int64_t total = 0;
+  for (uint32_t i = 0; i < plan->buffer_count; i++)
+    if (plan->buffers[i].kind == BUFFER_ARENA) {
+      order[count++] = i;
+      if (__builtin_add_overflow(total, padded(layout, &plan->buffers[i]), &total)) /* so that no offset below can overflow */
+        return coda_fail(error, CODA_ERROR_SHAPE, "the arena would be larger than 64 bits count for these inputs");
+    }
+  sort_by_size(layout, plan, order, count);
+  layout->arena_bytes = 0;
+  for (uint32_t i = 0; i < count; i++) {
+    const plan_buffer *b = &plan->buffers[order[i]];
+    const int64_t offset = best_offset(layout, plan, b, placed, placed_count);
+    layout->offsets[order[i]] = offset;
+    uint32_t k = placed_count++;
+    for (; k && layout->offsets[placed[k - 1]] > offset; k--)
+      placed[k] = placed[k - 1];
+    placed[k] = order[i];
+    const size_t end = (size_t)(offset + padded(layout, b));
+    if (end > layout->arena_bytes)
+      layout->arena_bytes = end;
+  }
+  return CODA_OK;
+}
+
+coda_code coda_layout_make(coda_layout *layout, const coda_plan *plan, const coda_tensor *inputs, uint32_t *order, coda_error *error) {
+  layout->used = 0;
+  layout->arena = NULL;
+  coda_code code = evaluate(layout, plan, inputs, error);
+  if (!code)
+    code = check_dimensions(layout, plan, error);
+  if (!code)
+    code = measure(layout, plan, error);
+  return code ? code : pack(layout, plan, order, error);
+}
+
+void coda_layout_place(coda_layout *layout, const coda_plan *plan, const uint8_t *constants, const uint8_t *arena) {
+  uint64_t *address = layout->addresses;
+  for (uint32_t i = 0; i < plan->step_count; i++)
+    for (uint32_t k = 0; k < plan->steps[i].buffer_count; k++, address++) {
+      const uint32_t index = plan->steps[i].buffers[k];
+      const plan_buffer *b = &plan->buffers[index];
+      if (b->kind == BUFFER_CONSTANT)
+        *address = (uintptr_t)(constants + b->index);
+      else if (b->kind == BUFFER_ARENA)
+        *address = (uintptr_t)(arena + layout->offsets[index]);
+    }
+  layout->arena = arena;
+}

@@ -1,0 +1,25 @@
+/* Loads the kernels of a bundle from memory. */
+#ifndef CODA_LOADER_H
+#define CODA_LOADER_H
+
+#include "bundle.h"
+
+/* The one signature of all kernels (docs/architecture.md, "Kernels"): 0, or a positive error code. */
+typedef int32_t (*coda_kernel)(const uint64_t *buffers, const int64_t *ints);
+
+typedef struct {
+  void *handle;
+  int file;
+} coda_library;
+
+#define CODA_LIBRARY_NONE ((coda_library){NULL, -1})
+
+/* Loads a shared object, after checking that it is for this machine. */
+coda_code coda_library_open(coda_library *library, const coda_section *section, coda_error *error);
+
+/* The kernel of that name; NULL when there is none. */
+coda_kernel coda_library_kernel(const coda_library *library, const char *name);
+
+void coda_library_close(coda_library *library);
+
+#endif

@@ -1,0 +1,262 @@
+/* Reads the plan section (docs/bundle-format.md) and checks every field of it: what comes after can trust all indices. */
+#include "plan.h"
+
+#include <inttypes.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "bytes.h"
+
+enum { HEADER = 40, EXPR = 24, TENSOR = 16, BUFFER = 24, STEP = 56, WORD = 4, CONSTANT_ALIGNMENT = 64 };
+
+#define BAD(...) coda_fail(error, CODA_ERROR_BUNDLE, "bundle's plan is invalid: " __VA_ARGS__)
+
+/* The section's tables as bytes. */
+typedef struct {
+  const uint8_t *exprs, *tensors, *buffers, *steps, *symbols, *kernels, *words;
+  const char *strings;
+  uint32_t string_bytes;
+} raw_tables;
+
+static coda_code locate(coda_plan *plan, raw_tables *raw, const uint8_t *data, size_t size, coda_error *error) {
+  if (size < HEADER)
+    return BAD("it has %zu bytes, its header alone needs %d", size, HEADER);
+  uint32_t *const counts[] = {&plan->symbol_count, &plan->expr_count,   &plan->input_count, &plan->output_count, &plan->buffer_count,
+                              &plan->kernel_count, &plan->step_count,   &plan->word_count,  &raw->string_bytes};
+  for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
+    *counts[i] = coda_u32(data + 4 * i);
+  if (plan->symbol_count > CODA_MAX_SYMBOLS)
+    return BAD("it has %" PRIu32 " symbols, at most %d can be", plan->symbol_count, CODA_MAX_SYMBOLS);
+  if (coda_u32(data + 36) != 0)
+    return BAD("its reserved field is not 0");
+  const uint64_t tensors = (uint64_t)plan->input_count + plan->output_count;
+  const struct {
+    const uint8_t **table;
+    uint64_t bytes;
+  } tables[] = {
+      {&raw->exprs, (uint64_t)plan->expr_count * EXPR},     {&raw->tensors, tensors * TENSOR},
+      {&raw->buffers, (uint64_t)plan->buffer_count * BUFFER}, {&raw->steps, (uint64_t)plan->step_count * STEP},
+      {&raw->symbols, (uint64_t)plan->symbol_count * WORD}, {&raw->kernels, (uint64_t)plan->kernel_count * WORD},
+      {&raw->words, (uint64_t)plan->word_count * WORD},
+  };
+  uint64_t offset = HEADER; /* cannot overflow: eight products of 32 bits and less than 64 */
+  for (size_t i = 0; i < sizeof tables / sizeof *tables; i++) {
+    if (tables[i].bytes > size - offset)
+      return BAD("its tables need more than its %zu bytes", size);
+    *tables[i].table = data + offset;
+    offset += tables[i].bytes;
+  }
+  if (raw->string_bytes != size - offset)
+    return BAD("its tables and strings take %" PRIu64 " bytes, it has %zu", offset + raw->string_bytes, size);
+  raw->strings = (const char *)data + offset;
+  if (raw->string_bytes == 0 || raw->strings[raw->string_bytes - 1] != 0)
+    return BAD("its strings do not end in a zero byte");
+  return CODA_OK;
+}
+
+static bool allocate(coda_plan *plan) {
+  const size_t spare = 1; /* calloc of no elements may return NULL */
+  return (plan->symbols = calloc(plan->symbol_count + spare, sizeof *plan->symbols)) &&
+         (plan->bindings = calloc(plan->symbol_count + spare, sizeof *plan->bindings)) &&
+         (plan->exprs = calloc(plan->expr_count + spare, sizeof *plan->exprs)) &&
+         (plan->inputs = calloc(plan->input_count + spare, sizeof *plan->inputs)) &&
+         (plan->outputs = calloc(plan->output_count + spare, sizeof *plan->outputs)) &&
+         (plan->buffers = calloc(plan->buffer_count + spare, sizeof *plan->buffers)) &&
+         (plan->kernels = calloc(plan->kernel_count + spare, sizeof *plan->kernels)) &&
+         (plan->steps = calloc(plan->step_count + spare, sizeof *plan->steps)) &&
+         (plan->words = calloc(plan->word_count + spare, sizeof *plan->words));
+}
+
+static coda_code read_string(const raw_tables *raw, uint32_t offset, const char **text, coda_error *error) {
+  if (offset >= raw->string_bytes)
+    return BAD("a string at byte %" PRIu32 " of %" PRIu32, offset, raw->string_bytes);
+  *text = raw->strings + offset;
+  return CODA_OK;
+}
+
+static coda_code read_names(const raw_tables *raw, const uint8_t *table, uint32_t count, const char **names, coda_error *error) {
+  for (uint32_t i = 0; i < count; i++)
+    if (read_string(raw, coda_u32(table + WORD * (size_t)i), &names[i], error))
+      return CODA_ERROR_BUNDLE;
+  return CODA_OK;
+}
+
+/* A range of the word table, each word below `limit`. */
+static coda_code read_words(const coda_plan *plan, uint32_t first, uint32_t count, uint32_t limit, const char *what, const uint32_t **words,
+                            coda_error *error) {
+  if (first > plan->word_count || count > plan->word_count - first)
+    return BAD("%s are words %" PRIu32 " and %" PRIu32 " more of %" PRIu32, what, first, count, plan->word_count);
+  *words = plan->words + first;
+  for (uint32_t i = 0; i < count; i++)
+    if ((*words)[i] >= limit)
+      return BAD("%s name entry %" PRIu32 " of %" PRIu32, what, (*words)[i], limit);
+  return CODA_OK;
+}
+
+static coda_code check_entry(uint32_t index, uint32_t limit, const char *what, coda_error *error) {
+  return index < limit ? CODA_OK : BAD("%s is entry %" PRIu32 " of %" PRIu32, what, index, limit);
+}
+
+static coda_code read_exprs(coda_plan *plan, const raw_tables *raw, coda_error *error) {
+  for (uint32_t i = 0; i < plan->expr_count; i++) {
+    const uint8_t *p = raw->exprs + EXPR * (size_t)i;
+    plan_expr *e = &plan->exprs[i];
+    *e = (plan_expr){coda_u32(p), (int64_t)coda_u64(p + 8), (int64_t)coda_u64(p + 16)};
+    if (e->op >= EXPR_OPS || coda_u32(p + 4) != 0)
+      return BAD("size entry %" PRIu32 " has operator %" PRIu32, i, e->op);
+    if (e->op == EXPR_CONST)
+      continue;
+    const int64_t limit = e->op == EXPR_SYMBOL ? plan->symbol_count : i;
+    if (e->a < 0 || e->a >= limit || (e->op != EXPR_SYMBOL && (e->b < 0 || e->b >= limit)))
+      return BAD("size entry %" PRIu32 " has an operand that is not before it", i);
+    if (e->op == EXPR_FLOORDIV || e->op == EXPR_MOD) {
+      const plan_expr *divisor = &plan->exprs[e->b];
+      if (divisor->op == EXPR_CONST && divisor->a <= 0)
+        return BAD("size entry %" PRIu32 " divides by %" PRId64, i, divisor->a);
+    }
+  }
+  return CODA_OK;
+}
+
+static coda_code read_tensors(coda_plan *plan, const raw_tables *raw, coda_error *error) {
+  for (uint32_t i = 0; i < plan->input_count + plan->output_count; i++) {
+    const uint8_t *p = raw->tensors + TENSOR * (size_t)i;
+    const bool input = i < plan->input_count;
+    plan_tensor *t = input ? &plan->inputs[i] : &plan->outputs[i - plan->input_count];
+    t->dtype = (int32_t)coda_u32(p + 4);
+    t->rank = coda_u32(p + 8);
+    if (read_string(raw, coda_u32(p), &t->name, error))
+      return CODA_ERROR_BUNDLE;
+    if (coda_dtype_size(t->dtype) == 0)
+      return BAD("tensor '%s' has element type %" PRId32, t->name, t->dtype);
+    if (t->rank > CODA_MAX_RANK)
+      return BAD("tensor '%s' has %" PRIu32 " dimensions, at most %d can be", t->name, t->rank, CODA_MAX_RANK);
+    if (read_words(plan, coda_u32(p + 12), t->rank, plan->expr_count, "a tensor's dimensions", &t->dims, error))
+      return CODA_ERROR_BUNDLE;
+    if (input)
+      plan->dim_count += t->rank;
+  }
+  return CODA_OK;
+}
+
+/* A constant's size must be a number: it is checked here, once, against the constants section. */
+static coda_code check_constant(const coda_plan *plan, const plan_buffer *b, uint32_t i, size_t constant_bytes, coda_error *error) {
+  const plan_expr *size = &plan->exprs[b->size];
+  if (size->op != EXPR_CONST || size->a < 0)
+    return BAD("constant buffer %" PRIu32 " has no fixed size", i);
+  if (b->index % CONSTANT_ALIGNMENT != 0)
+    return BAD("constant buffer %" PRIu32 " is at byte %" PRIu64 ", not a multiple of %d", i, b->index, CONSTANT_ALIGNMENT);
+  if (b->index > constant_bytes || (uint64_t)size->a > constant_bytes - b->index)
+    return BAD("constant buffer %" PRIu32 " ends beyond the %zu bytes of constants", i, constant_bytes);
+  return CODA_OK;
+}
+
+static coda_code read_buffers(coda_plan *plan, const raw_tables *raw, size_t constant_bytes, coda_error *error) {
+  for (uint32_t i = 0; i < plan->buffer_count; i++) {
+    const uint8_t *p = raw->buffers + BUFFER * (size_t)i;
+    plan_buffer *b = &plan->buffers[i];
+    *b = (plan_buffer){coda_u32(p), coda_u32(p + 4), coda_u64(p + 8), coda_u32(p + 16), coda_u32(p + 20)};
+    if (b->kind >= BUFFER_KINDS)
+      return BAD("buffer %" PRIu32 " is of kind %" PRIu32 ", which this runtime does not know", i, b->kind);
+    if (check_entry(b->size, plan->expr_count, "a buffer's size", error))
+      return CODA_ERROR_BUNDLE;
+    coda_code code = CODA_OK;
+    if (b->kind == BUFFER_CONSTANT)
+      code = check_constant(plan, b, i, constant_bytes, error);
+    else if (b->kind == BUFFER_ARENA && (b->first > b->last || b->last >= plan->step_count))
+      code = BAD("buffer %" PRIu32 " lives from step %" PRIu32 " to %" PRIu32 " of %" PRIu32, i, b->first, b->last, plan->step_count);
+    else if (b->kind == BUFFER_INPUT && b->index >= plan->input_count)
+      code = BAD("buffer %" PRIu32 " is input %" PRIu64 " of %" PRIu32, i, b->index, plan->input_count);
+    else if (b->kind == BUFFER_OUTPUT && b->index >= plan->output_count)
+      code = BAD("buffer %" PRIu32 " is output %" PRIu64 " of %" PRIu32, i, b->index, plan->output_count);
+    if (code)
+      return code;
+  }
+  return CODA_OK;
+}
+
+static uint32_t greater(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+static coda_code read_step(coda_plan *plan, const raw_tables *raw, uint32_t i, coda_error *error) {
+  const uint8_t *p = raw->steps + STEP * (size_t)i;
+  uint32_t f[STEP / WORD];
+  for (size_t k = 0; k < STEP / WORD; k++)
+    f[k] = coda_u32(p + WORD * k);
+  plan_step *s = &plan->steps[i];
+  *s = (plan_step){.kernel = f[1],        .finish = (int32_t)f[2], .buffer_count = f[4], .int_count = f[6], .items = f[7],
+                   .grain = f[8],         .scratch = f[9],         .flops = f[10],       .bytes = f[11]};
+  if (read_string(raw, f[0], &s->name, error) || read_string(raw, f[12], &s->source, error) ||
+      read_words(plan, f[3], f[4], plan->buffer_count, "a step's buffers", &s->buffers, error) ||
+      read_words(plan, f[5], f[6], plan->expr_count, "a step's sizes", &s->ints, error) ||
+      check_entry(s->kernel, plan->kernel_count, "a step's kernel", error) || check_entry(s->items, plan->expr_count, "a step's items", error) ||
+      check_entry(s->scratch, plan->expr_count, "a step's scratch", error) || check_entry(s->flops, plan->expr_count, "a step's flops", error) ||
+      check_entry(s->bytes, plan->expr_count, "a step's bytes", error))
+    return CODA_ERROR_BUNDLE;
+  if (s->finish < -1 || (s->finish >= 0 && (uint32_t)s->finish >= plan->kernel_count))
+    return BAD("step '%s' finishes by kernel %" PRId32 " of %" PRIu32, s->name, s->finish, plan->kernel_count);
+  if (s->grain == 0 || f[13] != 0)
+    return BAD("step '%s' has grain %" PRIu32 " and reserved field %" PRIu32, s->name, s->grain, f[13]);
+  for (uint32_t k = 0; k < s->buffer_count; k++) {
+    const plan_buffer *b = &plan->buffers[s->buffers[k]];
+    if (b->kind == BUFFER_ARENA && (i < b->first || i > b->last))
+      return BAD("step '%s' uses buffer %" PRIu32 " outside its life", s->name, s->buffers[k]);
+  }
+  if (__builtin_add_overflow(plan->operand_count, s->buffer_count, &plan->operand_count) ||
+      __builtin_add_overflow(plan->int_count, s->int_count, &plan->int_count))
+    return BAD("its steps have more operands than 32 bits count");
+  plan->max_operands = greater(plan->max_operands, s->buffer_count);
+  plan->max_ints = greater(plan->max_ints, s->int_count);
+  return CODA_OK;
+}
+
+/* Each symbol takes its value from the first input dimension that is exactly that symbol. */
+static coda_code bind_symbols(coda_plan *plan, coda_error *error) {
+  enum { UNBOUND = 0xffffffffu };
+  for (uint32_t s = 0; s < plan->symbol_count; s++)
+    plan->bindings[s].input = UNBOUND;
+  for (uint32_t i = 0; i < plan->input_count; i++)
+    for (uint32_t axis = 0; axis < plan->inputs[i].rank; axis++) {
+      const plan_expr *e = &plan->exprs[plan->inputs[i].dims[axis]];
+      if (e->op == EXPR_SYMBOL && plan->bindings[e->a].input == UNBOUND)
+        plan->bindings[e->a] = (plan_binding){i, axis};
+    }
+  for (uint32_t s = 0; s < plan->symbol_count; s++)
+    if (plan->bindings[s].input == UNBOUND)
+      return BAD("no input has a dimension that is '%s'", plan->symbols[s]);
+  return CODA_OK;
+}
+
+static coda_code parse(coda_plan *plan, const uint8_t *data, size_t size, size_t constant_bytes, coda_error *error) {
+  raw_tables raw;
+  if (locate(plan, &raw, data, size, error))
+    return CODA_ERROR_BUNDLE;
+  if (!allocate(plan))
+    return coda_fail(error, CODA_ERROR_MEMORY, "no memory for a plan of %zu bytes", size);
+  for (uint32_t i = 0; i < plan->word_count; i++)
+    plan->words[i] = coda_u32(raw.words + WORD * (size_t)i);
+  if (read_names(&raw, raw.symbols, plan->symbol_count, plan->symbols, error) ||
+      read_names(&raw, raw.kernels, plan->kernel_count, plan->kernels, error) || read_exprs(plan, &raw, error) ||
+      read_tensors(plan, &raw, error) || read_buffers(plan, &raw, constant_bytes, error))
+    return CODA_ERROR_BUNDLE;
+  for (uint32_t i = 0; i < plan->step_count; i++)
+    if (read_step(plan, &raw, i, error))
+      return CODA_ERROR_BUNDLE;
+  return bind_symbols(plan, error);
+}
+
+coda_code coda_plan_parse(coda_plan *plan, const uint8_t *data, size_t size, size_t constant_bytes, coda_error *error) {
+  memset(plan, 0, sizeof *plan);
+  coda_code code = parse(plan, data, size, constant_bytes, error);
+  if (code)
+    coda_plan_free(plan);
+  return code;
+}
+
+void coda_plan_free(coda_plan *plan) {
+  void *tables[] = {plan->symbols, plan->bindings, plan->exprs, plan->inputs, plan->outputs,
+                    plan->buffers, plan->kernels,  plan->steps, plan->words};
+  for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
+    free(tables[i]);
+  memset(plan, 0, sizeof *plan);
+}

@@ -1,0 +1,73 @@
+/* The plan of a bundle in memory: tables whose every index has been checked. */
+#ifndef CODA_PLAN_H
+#define CODA_PLAN_H
+
+#include "error.h"
+
+enum { CODA_MAX_SYMBOLS = 256 };
+
+typedef enum { EXPR_CONST, EXPR_SYMBOL, EXPR_ADD, EXPR_MUL, EXPR_FLOORDIV, EXPR_MOD, EXPR_MAX, EXPR_MIN, EXPR_OPS } expr_op;
+
+typedef struct {
+  uint32_t op;
+  int64_t a, b; /* a CONST's value, a SYMBOL's index, else earlier entries */
+} plan_expr;
+
+typedef struct {
+  const char *name;
+  int32_t dtype;
+  uint32_t rank;
+  const uint32_t *dims; /* rank entries of the size table */
+} plan_tensor;
+
+typedef enum { BUFFER_INPUT, BUFFER_OUTPUT, BUFFER_CONSTANT, BUFFER_ARENA, BUFFER_KINDS } buffer_kind;
+
+typedef struct {
+  uint32_t kind;
+  uint32_t size;  /* entry of the size table: bytes */
+  uint64_t index; /* of the input or output; byte offset of a constant */
+  uint32_t first, last;
+} plan_buffer;
+
+typedef struct {
+  const char *name, *source;
+  uint32_t kernel;
+  int32_t finish; /* -1: none */
+  const uint32_t *buffers, *ints;
+  uint32_t buffer_count, int_count;
+  uint32_t grain;
+  uint32_t items, scratch, flops, bytes; /* entries of the size table */
+} plan_step;
+
+/* The input dimension that gives a symbol its value. */
+typedef struct {
+  uint32_t input, axis;
+} plan_binding;
+
+typedef struct {
+  uint32_t symbol_count, expr_count, input_count, output_count, buffer_count, kernel_count, step_count, word_count;
+  const char **symbols;
+  plan_binding *bindings; /* by symbol */
+  plan_expr *exprs;
+  plan_tensor *inputs, *outputs;
+  plan_buffer *buffers;
+  const char **kernels;
+  plan_step *steps;
+  uint32_t *words; /* what the dims, buffers and ints above point into */
+  uint32_t dim_count;                /* of all inputs together */
+  uint32_t operand_count, int_count; /* of all steps together */
+  uint32_t max_operands, max_ints;   /* of one step */
+} coda_plan;
+
+/* Reads the plan section. Strings point into `data`. On failure the plan is empty. */
+coda_code coda_plan_parse(coda_plan *plan, const uint8_t *data, size_t size, size_t constant_bytes, coda_error *error);
+
+void coda_plan_free(coda_plan *plan);
+
+/* Computes every entry of the size table for the symbols' values. */
+coda_code coda_plan_evaluate(const coda_plan *plan, const int64_t *symbols, int64_t *values, coda_error *error);
+
+/* Writes entry `index` as text, such as "past + seq"; an expression too long for `capacity` ends in "...". */
+void coda_plan_format(const coda_plan *plan, uint32_t index, char *text, size_t capacity);
+
+#endif

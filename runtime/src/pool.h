@@ -1,0 +1,23 @@
+/* Worker threads that share out the items of one parallel loop at a time. */
+#ifndef CODA_POOL_H
+#define CODA_POOL_H
+
+#include "memory.h"
+
+typedef struct coda_pool coda_pool;
+
+/* Does items [begin, end) as thread `thread`; returns 0 or an error code. */
+typedef int32_t (*coda_chunk)(void *context, int64_t begin, int64_t end, int thread);
+
+/* A pool of `threads` threads, the caller among them as thread 0. NULL when threads or memory cannot be had. */
+coda_pool *coda_pool_create(int threads, int64_t spin_us, const coda_allocator *allocator);
+
+void coda_pool_free(coda_pool *pool, const coda_allocator *allocator);
+
+/* Lets sleeping workers come up while the caller prepares its first loop. */
+void coda_pool_wake(coda_pool *pool);
+
+/* Calls `run` on pieces that are multiples of `grain` and together cover [0, items). Returns 0, or the code of a piece that failed. */
+int32_t coda_pool_for(coda_pool *pool, int64_t items, int64_t grain, coda_chunk run, void *context);
+
+#endif

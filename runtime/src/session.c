@@ -1,0 +1,367 @@
+/* Runs a model: finds or makes the layout of the inputs' shapes, places buffers, and calls the kernels in order. */
+#include <inttypes.h>
+#include <stdbool.h>
+#include <string.h>
+#include <time.h>
+
+#include "layout.h"
+#include "model.h"
+#include "pool.h"
+
+enum {
+  MAX_LAYOUTS = 16, /* shapes remembered; the least recently used makes room */
+  MAX_THREADS = 1024,
+  DEFAULT_SPIN_US = 500,
+  ERROR_INDEX = 1, /* the kernels' code for an index out of range */
+};
+
+/* A step's operand that is an input or output: its address is set by each run. */
+typedef struct {
+  uint32_t slot; /* in a layout's addresses */
+  uint32_t index;
+  bool output;
+} io_slot;
+
+struct coda_session {
+  coda_model *model;
+  coda_allocator allocator;
+  coda_pool *pool;
+  int32_t threads;
+  atomic_flag busy;
+  uint64_t clock;
+  coda_layout layouts[MAX_LAYOUTS];
+  coda_block layout_memory[MAX_LAYOUTS];
+  uint32_t layout_count;
+  const coda_layout *last; /* of the last run; NULL before the first */
+  coda_block arena, scratch, owned; /* owned: outputs for which the caller gave no memory */
+  coda_block tables; /* what the pointers below point into */
+  double *seconds; /* by step */
+  io_slot *slots;
+  uint32_t *order; /* for packing */
+  uint64_t *frames; /* by thread: a step's buffers and scratch, then its ints, begin and end */
+  uint32_t slot_count;
+  size_t frame_words, frame_ints; /* words of one frame; of its first part */
+  size_t scratch_stride;
+};
+
+/* --- making ------------------------------------------------------------------------------------------------------- */
+
+static size_t padded(size_t bytes) { return (bytes + CODA_ALIGNMENT - 1) / CODA_ALIGNMENT * CODA_ALIGNMENT; }
+
+static void find_slots(coda_session *session) {
+  const coda_plan *plan = &session->model->plan;
+  uint32_t slot = 0;
+  for (uint32_t i = 0; i < plan->step_count; i++)
+    for (uint32_t k = 0; k < plan->steps[i].buffer_count; k++, slot++) {
+      const plan_buffer *b = &plan->buffers[plan->steps[i].buffers[k]];
+      if (b->kind == BUFFER_INPUT || b->kind == BUFFER_OUTPUT)
+        session->slots[session->slot_count++] = (io_slot){slot, (uint32_t)b->index, b->kind == BUFFER_OUTPUT};
+    }
+}
+
+static int make_tables(coda_session *session) {
+  const coda_plan *plan = &session->model->plan;
+  session->frame_ints = (size_t)plan->max_operands + 1;
+  session->frame_words = padded((session->frame_ints + plan->max_ints + 2) * sizeof(uint64_t)) / sizeof(uint64_t);
+  const size_t frames = (size_t)session->threads * session->frame_words * sizeof(uint64_t);
+  const size_t seconds = padded(plan->step_count * sizeof(double));
+  const size_t slots = padded(plan->operand_count * sizeof(io_slot));
+  const size_t order = padded(2 * (size_t)plan->buffer_count * sizeof(uint32_t));
+  if (coda_block_reserve(&session->tables, frames + seconds + slots + order, CODA_ALIGNMENT, &session->allocator))
+    return -1;
+  memset(session->tables.data, 0, session->tables.bytes);
+  uint8_t *memory = session->tables.data;
+  session->frames = (uint64_t *)memory;
+  session->seconds = (double *)(memory += frames);
+  session->slots = (io_slot *)(memory += seconds);
+  session->order = (uint32_t *)(memory + slots);
+  find_slots(session);
+  return 0;
+}
+
+/* The options that the caller's version of the structure has; the rest are defaults. */
+static coda_session_options read_options(const coda_session_options *given) {
+  coda_session_options options = {.size = sizeof options, .spin_us = -1};
+  if (given)
+    memcpy(&options, given, given->size < sizeof options ? given->size : sizeof options);
+  return options;
+}
+
+coda_code coda_session_create(coda_model *model, const coda_session_options *given, coda_session **result, coda_error *error) {
+  if (!model || !result)
+    return coda_fail(error, CODA_ERROR_ARGUMENT, "coda_session_create needs a model and a place for the session");
+  *result = NULL;
+  const coda_session_options options = read_options(given);
+  if (options.threads < 0 || options.threads > MAX_THREADS)
+    return coda_fail(error, CODA_ERROR_ARGUMENT, "a session cannot have %" PRId32 " threads, expected 1 to %d, or 0 for all cores", options.threads,
+                     MAX_THREADS);
+  const coda_allocator *allocator = options.allocator ? options.allocator : &coda_system_allocator;
+  coda_session *session = allocator->allocate(allocator->context, sizeof *session, CODA_ALIGNMENT);
+  if (!session)
+    return coda_fail(error, CODA_ERROR_MEMORY, "no memory for a session");
+  memset(session, 0, sizeof *session);
+  session->model = model;
+  coda_model_hold(model);
+  session->allocator = *allocator;
+  session->threads = options.threads ? options.threads : coda_cpu_cores();
+  if (session->threads > MAX_THREADS)
+    session->threads = MAX_THREADS;
+  atomic_flag_clear(&session->busy);
+  const int64_t spin_us = options.spin_us < 0 ? DEFAULT_SPIN_US : options.spin_us;
+  session->pool = coda_pool_create(session->threads, spin_us, &session->allocator);
+  if (!session->pool || make_tables(session)) {
+    const int32_t threads = session->threads;
+    coda_session_free(session);
+    return coda_fail(error, CODA_ERROR_MEMORY, "no memory for a session, or the system gives no %" PRId32 " threads", threads);
+  }
+  *result = session;
+  return CODA_OK;
+}
+
+void coda_session_free(coda_session *session) {
+  if (!session)
+    return;
+  const coda_allocator allocator = session->allocator;
+  coda_pool_free(session->pool, &allocator);
+  for (uint32_t i = 0; i < session->layout_count; i++)
+    coda_block_free(&session->layout_memory[i], &allocator);
+  coda_block *blocks[] = {&session->arena, &session->scratch, &session->owned, &session->tables};
+  for (size_t i = 0; i < sizeof blocks / sizeof *blocks; i++)
+    coda_block_free(blocks[i], &allocator);
+  coda_model_free(session->model);
+  allocator.release(allocator.context, session, sizeof *session);
+}
+
+int32_t coda_session_threads(const coda_session *session) { return session->threads; }
+
+/* --- shapes ------------------------------------------------------------------------------------------------------- */
+
+/* An unused layout, or else the least recently used one. */
+static coda_layout *vacant_layout(coda_session *session, coda_error *error) {
+  const coda_plan *plan = &session->model->plan;
+  coda_layout *oldest = &session->layouts[0];
+  for (uint32_t i = 0; i < session->layout_count; i++)
+    if (session->layouts[i].used < oldest->used)
+      oldest = &session->layouts[i];
+  if (session->layout_count && (oldest->used == 0 || session->layout_count == MAX_LAYOUTS)) {
+    if (session->last == oldest)
+      session->last = NULL;
+    return oldest;
+  }
+  coda_layout *fresh = &session->layouts[session->layout_count];
+  coda_block *memory = &session->layout_memory[session->layout_count];
+  if (coda_block_reserve(memory, coda_layout_bytes(plan), CODA_ALIGNMENT, &session->allocator)) {
+    coda_fail(error, CODA_ERROR_MEMORY, "no memory to lay out another shape");
+    return NULL;
+  }
+  coda_layout_attach(fresh, plan, memory->data);
+  session->layout_count++;
+  return fresh;
+}
+
+static coda_code find_layout(coda_session *session, const coda_tensor *inputs, coda_layout **result, coda_error *error) {
+  const coda_plan *plan = &session->model->plan;
+  coda_code code = coda_layout_check_types(plan, inputs, error);
+  if (code)
+    return code;
+  coda_layout *layout = NULL;
+  for (uint32_t i = 0; i < session->layout_count && !layout; i++)
+    if (session->layouts[i].used && coda_layout_matches(&session->layouts[i], plan, inputs))
+      layout = &session->layouts[i];
+  if (!layout) {
+    layout = vacant_layout(session, error);
+    code = layout ? coda_layout_make(layout, plan, inputs, session->order, error) : CODA_ERROR_MEMORY;
+    if (code)
+      return code;
+  }
+  layout->used = ++session->clock;
+  *result = layout;
+  return CODA_OK;
+}
+
+static void describe_outputs(const coda_session *session, const coda_layout *layout, coda_tensor *outputs) {
+  const coda_plan *plan = &session->model->plan;
+  for (uint32_t i = 0; i < plan->output_count; i++) {
+    outputs[i].dtype = plan->outputs[i].dtype;
+    outputs[i].rank = (int32_t)plan->outputs[i].rank;
+    outputs[i].bytes = (size_t)layout->tensor_bytes[plan->input_count + i];
+    for (uint32_t axis = 0; axis < plan->outputs[i].rank; axis++)
+      outputs[i].dims[axis] = layout->values[plan->outputs[i].dims[axis]];
+  }
+}
+
+/* Takes the session for the calling thread. */
+static coda_code enter(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs, coda_error *error) {
+  if (!session || (!inputs && session->model->plan.input_count) || (!outputs && session->model->plan.output_count))
+    return coda_fail(error, CODA_ERROR_ARGUMENT, "a run needs a session, its inputs and its outputs");
+  if (atomic_flag_test_and_set_explicit(&session->busy, memory_order_acquire))
+    return coda_fail(error, CODA_ERROR_ARGUMENT, "the session is in use by another thread: give each thread its own, or take turns");
+  return CODA_OK;
+}
+
+static void leave(coda_session *session) { atomic_flag_clear_explicit(&session->busy, memory_order_release); }
+
+coda_code coda_session_shapes(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs, coda_error *error) {
+  coda_layout *layout = NULL;
+  coda_code code = enter(session, inputs, outputs, error);
+  if (code)
+    return code;
+  code = find_layout(session, inputs, &layout, error);
+  if (!code)
+    describe_outputs(session, layout, outputs);
+  leave(session);
+  return code;
+}
+
+/* --- running ------------------------------------------------------------------------------------------------------ */
+
+static coda_code check_memory(const coda_session *session, const coda_layout *layout, const coda_tensor *inputs, const coda_tensor *outputs,
+                              coda_error *error) {
+  const coda_plan *plan = &session->model->plan;
+  for (uint32_t i = 0; i < plan->input_count; i++) {
+    const size_t need = (size_t)layout->tensor_bytes[i], size = coda_dtype_size(plan->inputs[i].dtype);
+    if (need && !inputs[i].data)
+      return coda_fail(error, CODA_ERROR_SHAPE, "input '%s' has no data", plan->inputs[i].name);
+    if (inputs[i].bytes < need)
+      return coda_fail(error, CODA_ERROR_SHAPE, "input '%s' has %zu bytes, expected %zu", plan->inputs[i].name, inputs[i].bytes, need);
+    if ((uintptr_t)inputs[i].data % size != 0)
+      return coda_fail(error, CODA_ERROR_ARGUMENT, "input '%s' is not aligned to its elements of %zu bytes", plan->inputs[i].name, size);
+  }
+  for (uint32_t i = 0; i < plan->output_count; i++) {
+    const size_t need = (size_t)layout->tensor_bytes[plan->input_count + i], size = coda_dtype_size(plan->outputs[i].dtype);
+    if (outputs[i].data && outputs[i].bytes < need)
+      return coda_fail(error, CODA_ERROR_SHAPE, "output '%s' has room for %zu bytes, expected %zu", plan->outputs[i].name, outputs[i].bytes, need);
+    if ((uintptr_t)outputs[i].data % size != 0)
+      return coda_fail(error, CODA_ERROR_ARGUMENT, "output '%s' is not aligned to its elements of %zu bytes", plan->outputs[i].name, size);
+  }
+  return CODA_OK;
+}
+
+static coda_code reserve(coda_session *session, coda_layout *layout, const coda_tensor *outputs, coda_error *error) {
+  const coda_plan *plan = &session->model->plan;
+  size_t owned = 0;
+  for (uint32_t i = 0; i < plan->output_count; i++)
+    if (!outputs[i].data)
+      owned += padded((size_t)layout->tensor_bytes[plan->input_count + i] + 1); /* so that an empty output has an address too */
+  const size_t stride = padded(layout->scratch_bytes + 1);
+  if (stride > session->scratch_stride)
+    session->scratch_stride = stride;
+  const size_t scratch = session->scratch_stride * (size_t)session->threads;
+  if (coda_block_reserve(&session->arena, layout->arena_bytes + CODA_ALIGNMENT, CODA_ALIGNMENT, &session->allocator) ||
+      coda_block_reserve(&session->scratch, scratch, CODA_ALIGNMENT, &session->allocator) ||
+      coda_block_reserve(&session->owned, owned, CODA_ALIGNMENT, &session->allocator))
+    return coda_fail(error, CODA_ERROR_MEMORY, "no memory for an arena of %zu bytes, scratch of %zu and outputs of %zu", layout->arena_bytes,
+                     scratch, owned);
+  if (layout->arena != session->arena.data)
+    coda_layout_place(layout, plan, session->model->sections[SECTION_CONSTANTS].data, session->arena.data);
+  return CODA_OK;
+}
+
+static void place_io(coda_session *session, coda_layout *layout, const coda_tensor *inputs, coda_tensor *outputs) {
+  uint8_t *owned = session->owned.data;
+  for (uint32_t i = 0; i < session->model->plan.output_count; i++)
+    if (!outputs[i].data) {
+      outputs[i].data = owned;
+      owned += padded(outputs[i].bytes + 1);
+    }
+  for (uint32_t i = 0; i < session->slot_count; i++) {
+    const io_slot *s = &session->slots[i];
+    layout->addresses[s->slot] = (uintptr_t)(s->output ? outputs[s->index].data : inputs[s->index].data);
+  }
+}
+
+/* One step, as its chunks see it. */
+typedef struct {
+  const coda_session *session;
+  const plan_step *step;
+  coda_kernel kernel;
+  const uint64_t *addresses;
+  const int64_t *ints;
+} call;
+
+static int32_t run_chunk(void *context, int64_t begin, int64_t end, int thread) {
+  const call *c = context;
+  const coda_session *session = c->session;
+  uint64_t *buffers = session->frames + (size_t)thread * session->frame_words;
+  int64_t *ints = (int64_t *)(buffers + session->frame_ints);
+  const uint32_t operands = c->step->buffer_count, sizes = c->step->int_count;
+  memcpy(buffers, c->addresses, operands * sizeof *buffers);
+  buffers[operands] = (uintptr_t)(session->scratch.data + (size_t)thread * session->scratch_stride);
+  memcpy(ints, c->ints, sizes * sizeof *ints);
+  ints[sizes] = begin;
+  ints[sizes + 1] = end;
+  return c->kernel(buffers, ints);
+}
+
+static coda_code step_failed(const plan_step *step, int32_t result, coda_error *error) {
+  const char *from = *step->source ? ", from " : "";
+  if (result == ERROR_INDEX)
+    return coda_fail(error, CODA_ERROR_DATA, "an index is out of range in step '%s'%s%s", step->name, from, step->source);
+  return coda_fail(error, CODA_ERROR_DATA, "kernel error %" PRId32 " in step '%s'%s%s", result, step->name, from, step->source);
+}
+
+static double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static coda_code run_steps(coda_session *session, const coda_layout *layout, coda_error *error) {
+  const coda_plan *plan = &session->model->plan;
+  call c = {.session = session, .addresses = layout->addresses, .ints = layout->ints};
+  double before = now();
+  for (uint32_t i = 0; i < plan->step_count; i++) {
+    c.step = &plan->steps[i];
+    const int64_t items = layout->values[c.step->items];
+    int32_t result = 0;
+    if (items) {
+      c.kernel = session->model->kernels[c.step->kernel];
+      result = coda_pool_for(session->pool, items, c.step->grain, run_chunk, &c);
+      if (!result && c.step->finish >= 0) {
+        c.kernel = session->model->kernels[c.step->finish];
+        result = run_chunk(&c, 0, items, 0);
+      }
+    }
+    if (result)
+      return step_failed(c.step, result, error);
+    c.addresses += c.step->buffer_count;
+    c.ints += c.step->int_count;
+    const double after = now();
+    session->seconds[i] = after - before;
+    before = after;
+  }
+  return CODA_OK;
+}
+
+coda_code coda_session_run(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs, coda_error *error) {
+  coda_layout *layout = NULL;
+  coda_code code = enter(session, inputs, outputs, error);
+  if (code)
+    return code;
+  coda_pool_wake(session->pool);
+  code = find_layout(session, inputs, &layout, error);
+  if (!code)
+    code = check_memory(session, layout, inputs, outputs, error);
+  if (!code)
+    code = reserve(session, layout, outputs, error);
+  if (!code) {
+    describe_outputs(session, layout, outputs);
+    place_io(session, layout, inputs, outputs);
+    code = run_steps(session, layout, error);
+    session->last = code ? NULL : layout;
+  }
+  leave(session);
+  return code;
+}
+
+size_t coda_session_profile(const coda_session *session, coda_step_profile *steps, size_t capacity) {
+  const coda_plan *plan = &session->model->plan;
+  if (!session->last)
+    return 0;
+  for (uint32_t i = 0; i < plan->step_count && i < capacity; i++)
+    steps[i] = (coda_step_profile){plan->steps[i].name, session->seconds[i], session->last->values[plan->steps[i].flops],
+                                   session->last->values[plan->steps[i].bytes]};
+  return plan->step_count;
+}
+
+size_t coda_session_arena_bytes(const coda_session *session) { return session->last ? session->last->arena_bytes : 0; }

@@ -1,0 +1,215 @@
+"""Bundles made by hand: plans whose kernels are small C functions, for tests of the runtime."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from coda_edge.bundle import Buffer, BufferKind, Bundle, ExecutionPlan, PlanStep, TensorInfo
+from coda_edge.symbolic import Dim, parse_dim
+
+# Each kernel has the signature of docs/architecture.md: sizes are ints[0], ints[1], ..., and last begin and end.
+KERNELS = r"""
+#include <stdint.h>
+#define KERNEL(name) int32_t name(const uint64_t *b, const int64_t *n)
+#define AT(type, k) ((type *)(uintptr_t)b[k])
+
+/* y[i] = factor * x[i] + z[i % size]; buffers x, z, y; ints factor, size */
+KERNEL(scale_add) {
+  for (int64_t i = n[2]; i < n[3]; i++) AT(float, 2)[i] = (float)n[0] * AT(const float, 0)[i] + AT(const float, 1)[i % n[1]];
+  return 0;
+}
+
+/* y[i] = factor * x[i % nx] + z[i % nz], modulo 2^64; buffers x, z, y; ints factor, nx, nz */
+KERNEL(mix) {
+  for (int64_t i = n[3]; i < n[4]; i++)
+    AT(uint64_t, 2)[i] = (uint64_t)n[0] * AT(const uint64_t, 0)[i % n[1]] + AT(const uint64_t, 1)[i % n[2]];
+  return 0;
+}
+
+/* rows of a table; buffers table, ids, y; ints rows, width */
+KERNEL(gather) {
+  for (int64_t i = n[2]; i < n[3]; i++) {
+    int64_t id = AT(const int64_t, 1)[i];
+    if (id < 0 || id >= n[0]) return 1;
+    for (int64_t k = 0; k < n[1]; k++) AT(float, 2)[i * n[1] + k] = AT(const float, 0)[id * n[1] + k];
+  }
+  return 0;
+}
+
+/* sums of panels of 4 columns, merged by row_sum_finish; buffers x, partial, y; ints rows, width */
+KERNEL(row_sum) {
+  for (int64_t p = n[2]; p < n[3]; p++)
+    for (int64_t r = 0; r < n[0]; r++) {
+      float sum = 0;
+      for (int64_t k = 4 * p; k < 4 * p + 4 && k < n[1]; k++) sum += AT(const float, 0)[r * n[1] + k];
+      AT(float, 1)[p * n[0] + r] = sum;
+    }
+  return 0;
+}
+KERNEL(row_sum_finish) {
+  if (n[2] != 0 || n[3] != (n[1] + 3) / 4) return 3;
+  for (int64_t r = 0; r < n[0]; r++) {
+    AT(float, 2)[r] = 0;
+    for (int64_t p = 0; p < n[3]; p++) AT(float, 2)[r] += AT(const float, 1)[p * n[0] + r];
+  }
+  return 0;
+}
+
+/* fills its scratch and finds it as it left it; buffers y; ints scratch bytes */
+KERNEL(use_scratch) {
+  volatile uint8_t *scratch = AT(volatile uint8_t, 1);
+  if (b[1] % 64) return 4;
+  for (int64_t i = n[1]; i < n[2]; i++) {
+    for (int64_t k = 0; k < n[0]; k++) scratch[k] = (uint8_t)(i + k);
+    for (int64_t k = 0; k < n[0]; k++) if (scratch[k] != (uint8_t)(i + k)) return 2;
+    AT(int32_t, 0)[i] = (int32_t)(i * i);
+  }
+  return 0;
+}
+
+KERNEL(fail) { (void)b; (void)n; return 42; }
+"""
+
+
+@cache
+def compile_library(source: str = KERNELS) -> bytes:
+    """A shared object of kernels written in C, without libc."""
+    compiler = [shutil.which("cc")] if shutil.which("cc") else [sys.executable, "-m", "ziglang", "cc"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        (path / "kernels.c").write_text(source)
+        command = [*compiler, "-O2", "-ffreestanding", "-fPIC", "-shared", "-nostdlib", "-o", "kernels.so", "kernels.c"]
+        subprocess.run([str(word) for word in command], cwd=path, check=True)
+        return (path / "kernels.so").read_bytes()
+
+
+@dataclass
+class HandPlan:
+    """Builds a plan step by step. Dimensions and sizes are ints or strings such as ``"batch*4"``."""
+
+    plan: ExecutionPlan = field(default_factory=ExecutionPlan)
+    constants: bytes = b""
+
+    def size(self, dim: int | str) -> int:
+        """The table entry of ``dim``."""
+        return self.plan.exprs.add(parse_dim(dim))
+
+    def input(self, name: str, dtype: str, *dims: int | str) -> int:
+        """A new input; returns its buffer."""
+        self.plan.inputs.append(TensorInfo(name, dtype, tuple(self.size(d) for d in dims)))
+        return self._buffer(BufferKind.INPUT, _bytes(dtype, dims), len(self.plan.inputs) - 1)
+
+    def output(self, name: str, dtype: str, *dims: int | str) -> int:
+        """A new output; returns its buffer."""
+        self.plan.outputs.append(TensorInfo(name, dtype, tuple(self.size(d) for d in dims)))
+        return self._buffer(BufferKind.OUTPUT, _bytes(dtype, dims), len(self.plan.outputs) - 1)
+
+    def constant(self, array: np.ndarray) -> int:
+        """A new constant; returns its buffer."""
+        self.constants += bytes(-len(self.constants) % 64)
+        buffer = self._buffer(BufferKind.CONSTANT, array.nbytes, len(self.constants))
+        self.constants += array.tobytes()
+        return buffer
+
+    def arena(self, dtype: str, *dims: int | str) -> int:
+        """A new arena buffer, alive from the first step that uses it to the last; returns its number."""
+        return self._buffer(BufferKind.ARENA, _bytes(dtype, dims), 0)
+
+    def step(
+        self,
+        kernel: str,
+        buffers: list[int],
+        ints: list[int | str],
+        items: int | str,
+        finish: str | None = None,
+        grain: int = 1,
+        scratch: int | str = 0,
+        source: str = "",
+    ) -> None:
+        """A new kernel call, named after its number and kernel; its flops are its items, its bytes twice that."""
+        number = len(self.plan.steps)
+        for b in buffers:
+            old = self.plan.buffers[b]
+            if old.kind == BufferKind.ARENA:
+                used = any(b in s.buffers for s in self.plan.steps)
+                first = old.first if used else number
+                self.plan.buffers[b] = Buffer(old.kind, old.size, 0, first, number)
+        self.plan.steps.append(
+            PlanStep(
+                name=f"{number}:{kernel}",
+                kernel=self._kernel(kernel),
+                finish=-1 if finish is None else self._kernel(finish),
+                buffers=tuple(buffers),
+                ints=tuple(self.size(i) for i in ints),
+                items=self.size(items),
+                grain=grain,
+                scratch=self.size(scratch),
+                flops=self.size(items),
+                bytes=self.size(f"2*({items})"),
+                source=source,
+            )
+        )
+
+    def bundle(self, features: tuple[str, ...] = (), library: bytes | None = None) -> Bundle:
+        """The bundle of this plan."""
+        return Bundle(
+            plan=self.plan,
+            constants=np.frombuffer(self.constants, np.uint8),
+            library=compile_library() if library is None else library,
+            metadata={"producer": "handmade", "target": "test"},
+            features=features,
+        )
+
+    def _buffer(self, kind: BufferKind, size: Dim, index: int) -> int:
+        self.plan.buffers.append(Buffer(kind, self.plan.exprs.add(size), index))
+        return len(self.plan.buffers) - 1
+
+    def _kernel(self, name: str) -> int:
+        if name not in self.plan.kernels:
+            self.plan.kernels.append(name)
+        return self.plan.kernels.index(name)
+
+
+def _bytes(dtype: str, dims: tuple[int | str, ...]) -> Dim:
+    size: Dim = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+    for d in dims:
+        size = size * parse_dim(d)
+    return size
+
+
+def encoder() -> HandPlan:
+    """A small model with every kind of buffer: y = row sums of 3 * table[ids] + bias, and the hidden tensor itself.
+
+    ids int64 [batch, seq], bias float32 [6]; hidden float32 [batch, seq, 6], total float32 [batch, seq].
+    """
+    p = HandPlan()
+    ids = p.input("ids", "int64", "batch", "seq")
+    bias = p.input("bias", "float32", 6)
+    table = p.constant(encoder_table())
+    hidden = p.output("hidden", "float32", "batch", "seq", 6)
+    total = p.output("total", "float32", "batch", "seq")
+    rows = p.arena("float32", "batch*seq", 6)
+    partial = p.arena("float32", 2, "batch*seq")
+    p.step("gather", [table, ids, rows], [11, 6], "batch*seq", source="/embed/Gather")
+    p.step("scale_add", [rows, bias, hidden], [3, 6], "batch*seq*6", grain=4)
+    p.step("row_sum", [hidden, partial, total], ["batch*seq", 6], 2, finish="row_sum_finish")
+    return p
+
+
+def encoder_table() -> np.ndarray:
+    """The table of ``encoder``: float32 [11, 6]."""
+    return (np.arange(66, dtype=np.float32).reshape(11, 6) - 30) / 4
+
+
+def encoder_reference(ids: np.ndarray, bias: np.ndarray) -> list[np.ndarray]:
+    """What ``encoder`` computes."""
+    hidden = 3 * encoder_table()[ids] + bias
+    return [hidden, hidden.sum(-1, dtype=np.float32)]
