@@ -38,7 +38,7 @@ def sources(nodes: Iterable[gs.Node]) -> list[str]:
     """Where a fused node comes from: ``"op name"`` of each node, or what a fused node among them came from itself."""
     found: list[str] = []
     for node in nodes:
-        found += node.attrs["source"] if "source" in node.attrs else [f"{node.op} {node.name}"]
+        found += node.attrs.get("source", [f"{node.op} {node.name}"])
     return found
 
 

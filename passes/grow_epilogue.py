@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from coda_edge.epilogue.program import Kind
 from coda_edge.ir import (
     DOMAIN,
     ELEMENTWISE,
@@ -91,11 +90,11 @@ def _rewrite(graph: gs.Graph, editor: GraphEditor, matmul: gs.Node, log: PassLog
     for tensor in (o for n in growth.nodes for o in n.outputs):
         if id(tensor) in growth.rows:
             name = f"row{len(outputs)}"
-            region.builder.output(name, growth.rows[id(tensor)][1], Kind.ROW)
+            region.builder.output(name, growth.rows[id(tensor)][1])
             outputs.append(tensor)
         elif is_output(graph, tensor) or any(id(u) not in inside for u in consumers(tensor)):
             for store in _stores(graph, tensor, inside):
-                region.builder.output(f"y{len(outputs)}", region.value(tensor), Kind.TILE, store.columns, store.heads)
+                region.builder.output(f"y{len(outputs)}", region.value(tensor), store.columns, store.heads)
                 outputs.append(store.tensor)
                 absorbed += store.nodes
     program, operands = region.build()

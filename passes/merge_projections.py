@@ -102,7 +102,7 @@ def _join(editor: GraphEditor, group: list[_Candidate]) -> None:
         for output, tensor in zip(candidate.program.outputs, candidate.node.outputs, strict=True):
             c0, c1 = output.columns or (0, candidate.columns)
             value = next(o.value for o in first.program.outputs if o.name == output.name)
-            builder.output(f"y{len(outputs)}", value, Kind.TILE, (start + c0, start + c1), output.heads)
+            builder.output(f"y{len(outputs)}", value, (start + c0, start + c1), output.heads)
             outputs.append(tensor)
         start += candidate.columns
     name = first.node.name

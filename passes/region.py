@@ -11,6 +11,7 @@ import onnx_graphsurgeon as gs
 
 from coda_edge.epilogue.builder import Builder
 from coda_edge.epilogue.program import Argument, EpilogueProgram, Kind, Param
+from coda_edge.errors import ShapeError
 from coda_edge.ir import (
     ELEMENTWISE,
     Tensor,
@@ -91,7 +92,7 @@ class Region:
     def __init__(self, graph: gs.Graph, acc: gs.Variable, tile: Dims, kind_of: KindRule, inline: bool) -> None:
         self.graph = graph
         self.tile = tuple(tile)
-        self.builder = Builder(acc=Param("acc", Kind.TILE, program_dtype(acc)))
+        self.builder = Builder(params=[Param("acc", Kind.TILE, program_dtype(acc))])
         self._operands: dict[str, Tensor] = {}
         self._kind_of = kind_of
         self._inline = inline
@@ -125,18 +126,23 @@ class Region:
         """Appends an elementwise node. Raises Refused, with nothing changed that matters, if an operand does not fit."""
         args = [self.argument(t) for t in node.inputs]
         op = ELEMENTWISE[node.op]
+        try:
+            self._values[id(node.outputs[0])] = self._step(node, op, args)
+        except ShapeError as e:
+            raise Refused(str(e)) from e
+
+    def _step(self, node: gs.Node, op: str, args: list[Argument]) -> str:
         if op == "cast":
             target = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(node.attrs["to"])).name
             if target not in DTYPES:
                 raise Refused(f"a cast to {target} is not done in an epilogue")
-            value = self.builder.add(op, args[0], to=DTYPES[target])
-        elif node.op in ("Min", "Max") and len(args) != 2:
-            value = str(args[0])
-            for arg in args[1:]:
-                value = self.builder.add(op, value, arg)
-        else:
-            value = self.builder.add(op, *args)
-        self._values[id(node.outputs[0])] = value
+            return self.builder.add(op, args[0], to=DTYPES[target])
+        if node.op not in ("Min", "Max"):
+            return self.builder.add(op, *args)
+        value = args[0]
+        for arg in args[1:]:
+            value = self.builder.add(op, value, arg)
+        return str(value)
 
     def argument(self, tensor: Tensor) -> Argument:
         """The value, literal or operand that stands for ``tensor``."""

@@ -1,0 +1,136 @@
+"""What a rewritten model costs and contains, for the report: kernels, traffic, memory, what was fused and what was not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+from . import frontend
+from .ir import DOMAIN, VIEWS, constant_value, consumers, producer, shape
+from .passes import PassLog
+from .report import Fused, Report, Unfused
+from .symbolic import Dim, evaluate
+
+if TYPE_CHECKING:
+    from .lower import Lowered
+
+#: Why a kernel is neither a GEMM nor an attention, by where in the model it is.
+_REASONS = {
+    "input": "computed from the model's inputs, before any GEMM",
+    "output": "a model output that needs whole rows' statistics of the last GEMM",
+    "other": "no GEMM's epilogue reaches it",
+}
+
+
+def account(
+    loaded: onnx.ModelProto, graph: gs.Graph, log: PassLog, lowered: Lowered, sizes: Mapping[str, int]
+) -> Report:
+    """The report of ``graph``, made from ``loaded`` by the passes that wrote ``log`` and lowered to ``lowered``, at ``sizes``."""
+    plan = lowered.plan
+    values = plan.exprs.evaluate({name: sizes.get(name, 1) for name in plan.exprs.symbols})
+    ops = Counter(n.op for n in graph.nodes if n.domain == DOMAIN)
+    return Report(
+        nodes_before=len(loaded.graph.node),
+        kernels=len(plan.steps),
+        gemm=ops["Gemm"],
+        attention=ops["Attention"],
+        target="",
+        seconds=0.0,
+        bytes_before=_bytes_before(loaded, sizes),
+        bytes_after=sum(values[s.bytes] for s in plan.steps),
+        weights_bytes=int(lowered.constants.nbytes),
+        arena_bytes=lowered.arena_bytes(sizes),
+        fused=_fused(graph),
+        unfused=_unfused(graph, log),
+        sizes=dict(sizes),
+    )
+
+
+def _bytes_before(loaded: onnx.ModelProto, sizes: Mapping[str, int]) -> int:
+    """Bytes that one run moves if every ONNX node reads its inputs and writes its outputs once; weights included."""
+    original = gs.import_onnx(loaded)
+    info = frontend.infer(original)
+    total = 0
+    for node in original.nodes:
+        if all(o.name in info.values for o in node.outputs):
+            continue
+        for tensor in (*node.inputs, *node.outputs):
+            if not tensor.name or tensor.name in info.values:
+                continue
+            dims = shape(tensor) if constant_value(tensor) is not None else info.shapes.get(tensor.name, ())
+            total += _elements(dims, sizes) * (np.dtype(tensor.dtype).itemsize if tensor.dtype is not None else 4)
+    return total
+
+
+def _elements(dims: tuple[Dim, ...], sizes: Mapping[str, int]) -> int:
+    count = 1
+    for dim in dims:
+        known = isinstance(dim, int) or all(s.name in sizes for s in dim.free_symbols)
+        count *= evaluate(dim, sizes) if known else 1
+    return count
+
+
+def _fused(graph: gs.Graph) -> list[Fused]:
+    """The fused kernels, alike ones counted together."""
+    groups: dict[tuple[str, tuple[str, ...]], int] = {}
+    for node in graph.nodes:
+        if node.domain == DOMAIN and node.op != "RowMoments":
+            key = (_title(node), tuple(s.split(" ", 1)[0] for s in node.attrs.get("source", ())))
+            groups[key] = groups.get(key, 0) + 1
+    return [Fused(kernel, count, sources) for (kernel, sources), count in groups.items()]
+
+
+def _title(node: gs.Node) -> str:
+    if node.op == "Gemm":
+        k, n = node.inputs[1].shape
+        return f"GEMM {k}→{n}"
+    if node.op == "Attention":
+        dims = shape(node.inputs[0])
+        return f"attention, {dims[1]} heads of {dims[3]}"
+    return "map"
+
+
+def _unfused(graph: gs.Graph, log: PassLog) -> list[Unfused]:
+    """Kernels that are neither GEMM nor attention, each with the reason."""
+    info = frontend.infer(graph)
+    found = []
+    for node in graph.nodes:
+        if node.domain == DOMAIN and node.op in ("Gemm", "Attention"):
+            continue
+        if all(o.name in info.values for o in node.outputs) or (not node.domain and node.op in VIEWS):
+            continue
+        body = [n.op for n in node.attrs["body"].nodes] if node.op == "Map" else [node.op]
+        said = [r for n in _names(node) for r in log.reasons(n)]
+        found.append(
+            Unfused("+".join(dict.fromkeys(body)), node.name, said[0] if said else _REASONS[_place(graph, node)])
+        )
+    return found
+
+
+def _names(node: gs.Node) -> list[str]:
+    return [node.name, *(n.name for n in node.attrs["body"].nodes)] if node.op == "Map" else [node.name]
+
+
+def _place(graph: gs.Graph, node: gs.Node) -> str:
+    """Where in the model a node is: fed by inputs alone, feeding outputs alone, or between."""
+    if not _behind_gemm(node):
+        return "input"
+    return "output" if all(not consumers(o) for o in node.outputs) else "other"
+
+
+def _behind_gemm(node: gs.Node) -> bool:
+    stack, seen = [node], set()
+    while stack:
+        n = stack.pop()
+        if id(n) in seen:
+            continue
+        seen.add(id(n))
+        if n is not node and n.domain == DOMAIN and n.op == "Gemm":
+            return True
+        stack.extend(s for s in (producer(t) for t in n.inputs) if s is not None)
+    return False

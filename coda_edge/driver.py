@@ -1,0 +1,125 @@
+"""The whole way: an ONNX model in, a bundle out, checked against onnxruntime and reported."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from . import __version__, export, frontend
+from .accounting import account
+from .bundle import plan as plans
+from .bundle import writer
+from .inputs import default_sizes, input_specs
+from .passes import PIPELINE, Pass, PassLog, run_pipeline
+from .report import Report
+from .session import Session
+from .verify import Verifier, ort_session
+
+Model = str | os.PathLike[str] | bytes | onnx.ModelProto
+Progress = Callable[[str, float], None]
+Verify = bool | Literal["each"]
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """An optimized model: the bundle, the graph as ONNX, and the report."""
+
+    bundle: plans.Bundle
+    model: onnx.ModelProto
+    report: Report
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the bundle, atomically."""
+        writer.write(self.bundle, path)
+
+    def save_onnx(self, path: str | os.PathLike[str]) -> None:
+        """Writes the optimized graph as a valid ONNX model, atomically."""
+        export.save(self.model, path)
+
+
+def optimize(
+    model: Model,
+    target: str = "native",
+    shapes: Mapping[str, tuple[int | str, ...]] | None = None,
+    verify: Verify = True,
+    progress: Progress | None = None,
+) -> Optimized:
+    """Rewrites ``model`` into GEMM-plus-epilogue kernels for ``target`` and packages them.
+
+    ``shapes`` pins input dimensions; all others stay symbolic. ``verify`` compares the bundle with onnxruntime on made-up inputs; with
+    ``"each"``, the graph after every pass too. ``progress(stage, fraction)`` hears how far each stage is.
+
+    Raises InvalidModel, ShapeError, UnsupportedOperator, TargetError, or VerificationError naming the pass or stage.
+    """
+    from .lower import lower
+    from .targets import resolve
+
+    start = time.perf_counter()
+    tell = progress or (lambda stage, fraction: None)
+    chosen = resolve(target)
+
+    tell("load", 0.0)
+    loaded = frontend.load(model)
+    tell("normalize", 0.0)
+    graph = frontend.normalize(loaded, dict(shapes) if shapes else None)
+    verifier = None
+    if verify:
+        tell("reference", 0.0)
+        reference = ort_session(str(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else loaded)
+        verifier = Verifier.of(loaded, reference)
+    log = _rewrite(graph, verifier if verify == "each" else None, tell)
+    tell("export", 0.0)
+    exported = export.to_model(graph)
+    tell("lower", 0.0)
+    lowered = lower(graph, chosen)
+    library = chosen.build(lowered.kernels, lambda fraction: tell("build kernels", fraction))
+    bundle = plans.Bundle(
+        plan=lowered.plan,
+        constants=lowered.constants,
+        library=library,
+        metadata={
+            "producer": f"coda-edge {__version__}",
+            "target": chosen.name,
+            "model": loaded.graph.name,
+            "source_sha256": _digest(model, loaded),
+        },
+        features=chosen.features,
+    )
+    error = None
+    if verifier is not None and chosen.runs_here():
+        tell("verify", 0.0)
+        with Session(writer.to_bytes(bundle), threads=1) as session:
+            error = verifier.check(session.run, f"the bundle for {chosen.name}")
+    sizes = verifier.sizes if verifier is not None else default_sizes(input_specs(loaded))
+    tell("done", 1.0)
+    report = replace(
+        account(loaded, graph, log, lowered, sizes),
+        target=chosen.name,
+        max_rel_error=error,
+        seconds=time.perf_counter() - start,
+    )
+    return Optimized(bundle, exported, report)
+
+
+def _rewrite(graph: gs.Graph, verifier: Verifier | None, tell: Progress) -> PassLog:
+    def after(done: Pass) -> None:
+        tell(f"pass {done.name}", (PIPELINE.index(done) + 1) / len(PIPELINE))
+        if verifier is not None:
+            candidate = ort_session(export.to_model(graph))
+            verifier.check(lambda names, feeds: candidate.run(list(names), dict(feeds)), f"pass {done.name}")
+
+    return run_pipeline(graph, after)
+
+
+def _digest(model: Model, loaded: onnx.ModelProto) -> str:
+    if isinstance(model, (str, os.PathLike)):
+        return hashlib.sha256(Path(model).read_bytes()).hexdigest()
+    return hashlib.sha256(model if isinstance(model, bytes) else loaded.SerializeToString()).hexdigest()

@@ -1,0 +1,126 @@
+"""Checks by running: what we made against onnxruntime on the untouched model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import InvalidModel, VerificationError
+from .inputs import InputSpec, Padding, default_sizes, generate_inputs, input_specs
+
+if TYPE_CHECKING:
+    import onnx
+    import onnxruntime
+
+Arrays = Sequence[npt.NDArray[Any]]
+Runner = Callable[[Sequence[str], Mapping[str, npt.NDArray[Any]]], Arrays]
+
+#: Largest |difference| over the output's largest |value| that float32 rewrites may make.
+TOLERANCE = 1e-4
+#: Lengths tried, longest first, until onnxruntime runs the model: position tables and reshapes bound them.
+LENGTHS = (128, 64, 32, 16, 8, 4, 1)
+#: The cases of a check: batch, length as a share of the longest that runs, and padding.
+CASES: tuple[tuple[int, float, Padding], ...] = (
+    (1, 1.0, "none"),
+    (3, 0.45, "left"),
+    (2, 0.2, "holes"),
+    (2, 0.6, "right"),
+)
+
+_log = logging.getLogger(__name__)
+
+
+def ort_session(model: onnx.ModelProto | bytes | str) -> onnxruntime.InferenceSession:
+    """onnxruntime on ``model``, on the CPU, quiet. Raises InvalidModel with its words if it refuses the model."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    source = model if isinstance(model, (bytes, str)) else model.SerializeToString()
+    try:
+        return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    except Exception as e:
+        raise InvalidModel(f"onnxruntime does not load the model, so there is nothing to compare with: {e}") from e
+
+
+def relative_error(ours: npt.NDArray[Any], reference: npt.NDArray[Any]) -> float:
+    """Largest |difference| over the largest finite |reference|; infinite where shape, NaN or infinity disagree."""
+    if ours.shape != reference.shape:
+        return float("inf")
+    if reference.size == 0:
+        return 0.0
+    a, b = ours.astype(np.float64), reference.astype(np.float64)
+    finite = np.isfinite(b)
+    if not np.array_equal(a[~finite], b[~finite], equal_nan=True) or not np.isfinite(a[finite]).all():
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    scale = float(np.abs(b[finite]).max())
+    return float(np.abs(a[finite] - b[finite]).max()) / (scale or 1.0)
+
+
+@dataclass
+class Verifier:
+    """Runs the untouched model on made-up inputs once, and compares any number of candidates with it."""
+
+    names: list[str]
+    cases: list[tuple[dict[str, npt.NDArray[Any]], list[npt.NDArray[Any]]]]
+    sizes: dict[str, int]
+
+    @staticmethod
+    def of(model: onnx.ModelProto, session: onnxruntime.InferenceSession) -> Verifier:
+        """The reference results of ``model``; ``session`` is onnxruntime on it."""
+        specs = input_specs(model)
+        names = [o.name for o in session.get_outputs()]
+        length, sizes = _longest(session, specs, names)
+        cases = []
+        for batch, share, padding in CASES:
+            at = default_sizes(specs, batch, max(1, int(length * share)))
+            feeds = generate_inputs(specs, at, seed=len(cases), padding=padding)
+            expected = _try(session, names, feeds)
+            if expected is not None:
+                cases.append((feeds, expected))
+        return Verifier(names, cases, sizes)
+
+    def check(self, run: Runner, what: str) -> float:
+        """The worst relative error of ``run``. Raises VerificationError, naming ``what``, beyond the tolerance."""
+        worst = 0.0
+        for feeds, expected in self.cases:
+            for name, ours, reference in zip(self.names, run(self.names, feeds), expected, strict=True):
+                error = relative_error(np.asarray(ours), reference)
+                if error > TOLERANCE:
+                    shapes = {k: list(v.shape) for k, v in feeds.items()}
+                    raise VerificationError(
+                        f"{what} changes output '{name}' by {error:.1e} of its scale (at most {TOLERANCE:.0e} is allowed) "
+                        f"at input shapes {shapes}: please report the model; verify=False takes the result as it is"
+                    )
+                worst = max(worst, error)
+        return worst
+
+
+def _longest(
+    session: onnxruntime.InferenceSession, specs: Sequence[InputSpec], names: Sequence[str]
+) -> tuple[int, dict[str, int]]:
+    for length in LENGTHS:
+        sizes = default_sizes(specs, 1, length)
+        if _try(session, names, generate_inputs(specs, sizes)) is not None:
+            return length, sizes
+    raise VerificationError(
+        "onnxruntime runs the model on no made-up inputs, so the result can't be checked: give the sizes with shapes, "
+        "or skip the check with verify=False"
+    )
+
+
+def _try(
+    session: onnxruntime.InferenceSession, names: Sequence[str], feeds: Mapping[str, npt.NDArray[Any]]
+) -> list[npt.NDArray[Any]] | None:
+    try:
+        return [np.asarray(o) for o in session.run(list(names), dict(feeds))]
+    except Exception as e:  # onnxruntime's errors have no common class of their own
+        _log.debug("onnxruntime refuses made-up inputs: %s", e)
+        return None
