@@ -232,9 +232,13 @@ def targets(as_json: bool) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, float], None]]:
-    """A progress bar on stderr; yields what moves it: ``advance(stage, fraction of that stage)``."""
+    """A progress bar on stderr if a person sees it; yields what moves it: ``advance(stage, fraction of that stage)``."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda stage, fraction: None
+        return
     columns = (TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("start", total=1.0)
 
         def advance(stage: str, fraction: float) -> None:
