@@ -65,14 +65,15 @@ class Builder:
 
 #: Writes a node as other nodes and gives its outputs, in order; None leaves the node as it is.
 Decomposition: TypeAlias = Callable[[Builder], "Sequence[ir.Tensor] | ir.Tensor | None"]
-TABLE: dict[tuple[str, str], Decomposition] = {}
+TABLE: dict[tuple[str, str], list[Decomposition]] = {}
 
 
 def decomposition(*ops: str, domain: str = "") -> Callable[[Decomposition], Decomposition]:
-    """Registers how ``ops`` are written in basic operators."""
+    """Registers a way to write ``ops`` more simply; of several, the first that applies is taken."""
 
     def register(function: Decomposition) -> Decomposition:
-        TABLE.update({(domain, op): function for op in ops})
+        for op in ops:
+            TABLE.setdefault((domain, op), []).append(function)
         return function
 
     return register
@@ -86,8 +87,10 @@ def decompose(graph: gs.Graph) -> int:
     editor = ir.GraphEditor(graph)
     count = 0
     for node in list(graph.nodes):
-        rule = TABLE.get((node.domain or "", node.op))
-        found = rule(Builder(editor, node)) if rule is not None else None
+        rules = TABLE.get((node.domain or "", node.op), ())
+        if any(isinstance(t, gs.Variable) and t.name and t.shape is None for t in node.inputs):
+            continue
+        found = next((f for rule in rules if (f := rule(Builder(editor, node))) is not None), None)
         if found is None:
             continue
         count += 1

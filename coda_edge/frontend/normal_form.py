@@ -10,13 +10,15 @@ import onnx_graphsurgeon as gs
 from .. import ir
 from . import decompose as _basic
 from . import decompose_attention as _attention
+from . import simplify as _simplify
 from .builder import decompose
 from .fold import fold_constants, fold_values, inline_constants, merge_constants, merge_nodes
 from .model import bind
 from .shapes import infer
+from .sizes import emit_sizes, simplify_bounds, simplify_targets
 
 # Imported for the decompositions that they register.
-_TABLES = (_basic, _attention)
+_TABLES = (_simplify, _basic, _attention)
 
 # Each round undoes at least one layer of composition; exporters nest a handful.
 _ROUNDS = 12
@@ -38,17 +40,25 @@ def normalize(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int | str]] 
     for _ in range(_ROUNDS):
         if not _round(graph):
             break
+    emit_sizes(graph, infer(graph))
+    _tidy(graph)
     infer(graph)
     ir.sort(graph)
     return graph
 
 
 def _round(graph: gs.Graph) -> int:
-    changes = fold_values(graph, infer(graph)) + fold_constants(graph)
+    info = infer(graph)
+    changes = fold_values(graph, info) + fold_constants(graph)
+    changes += simplify_targets(graph) + simplify_bounds(graph, info)
     ir.remove_dead(graph)
     changes += decompose(graph)
+    return changes + _tidy(graph)
+
+
+def _tidy(graph: gs.Graph) -> int:
     ir.remove_dead(graph)
     merge_constants(graph)
-    changes += merge_nodes(graph)
+    changes = merge_nodes(graph)
     ir.remove_dead(graph)
     return changes
