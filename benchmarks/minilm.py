@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 import coda_edge
-from coda_edge.bench import bench, ort_session
+from coda_edge.bench import bench
+from coda_edge.verify import ort_session
 from models import minilm
 
 from .peak import fma_peak

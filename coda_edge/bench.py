@@ -17,7 +17,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from .errors import ShapeError
+from .verify import relative_error
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -94,15 +94,19 @@ def bench(
 ) -> BenchResult:
     """Times ``session`` against ``peers`` on ``feeds``, and compares their outputs first.
 
-    The sessions must have been made with ``threads`` threads each (:func:`ort_session` makes such a peer); the number is
-    only recorded. ``progress`` hears the fraction done.
+    The sessions must have been made with ``threads`` threads each (``verify.ort_session`` makes such a peer); the number
+    is only recorded. ``progress`` hears the fraction done.
     """
     names = [o.name for o in session.get_outputs()]
     calls: dict[str, Call] = {"": lambda: session.run(names, feeds)}
     for name, peer in (peers or {}).items():
         calls[name] = _bound(peer, names, feeds)
     ours = [np.array(o) for o in calls[""]()]
-    errors = {name: max_rel_error(ours, call(), names) for name, call in calls.items() if name}
+    errors = {
+        name: max(map(relative_error, ours, map(np.asarray, call())), default=0.0)
+        for name, call in calls.items()
+        if name
+    }
     times = alternate(calls, rounds, progress)
     against = {
         name: Peer(
@@ -149,39 +153,6 @@ def _block(call: Callable[[], object], seconds: float) -> float:
         call()
         taken.append(time.perf_counter() - start)
     return float(np.median(taken))
-
-
-def ort_session(model: str | bytes, threads: int) -> onnxruntime.InferenceSession:
-    """onnxruntime on the CPU with ``threads`` threads and its own defaults otherwise; ``model`` is a path or its bytes."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-
-
-def max_rel_error(
-    ours: Sequence[npt.NDArray[Any]], reference: Sequence[npt.NDArray[Any]], names: Sequence[str]
-) -> float:
-    """Worst |difference| of any output over that output's largest finite |reference|; inf where a NaN or ∞ is not matched.
-
-    Raises ShapeError if an output has another shape than its reference.
-    """
-    worst = 0.0
-    for a, b, name in zip(ours, reference, names, strict=True):
-        if a.shape != b.shape:
-            raise ShapeError(
-                f"output '{name}' has shape {a.shape}, the reference {b.shape}: they are not the same model"
-            )
-        x, y = a.astype(np.float64), b.astype(np.float64)
-        finite = np.isfinite(y)
-        if not np.array_equal(x[~finite], y[~finite], equal_nan=True) or not np.isfinite(x[finite]).all():
-            return float("inf")
-        if finite.any():
-            scale = float(np.abs(y[finite]).max()) or 1.0
-            worst = max(worst, float(np.abs(x[finite] - y[finite]).max()) / scale)
-    return worst
 
 
 def _bound(peer: onnxruntime.InferenceSession, names: Sequence[str], feeds: Feeds) -> Call:

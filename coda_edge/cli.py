@@ -20,12 +20,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import __version__
-from .errors import CodaError, InvalidModel
+from .errors import CodaError
 from .files import creatable, existing, load_arrays, save_arrays
 
 if TYPE_CHECKING:
-    import onnxruntime
-
     from .bench import BenchResult
     from .inputs import Feeds, InputSpec
     from .report import Report
@@ -302,14 +300,9 @@ def _bench(
     session: Session, model: Path | None, feeds: Feeds, rounds: int, advance: Callable[[float], None]
 ) -> BenchResult:
     from .bench import bench as time_in_turn
-    from .bench import ort_session
+    from .verify import ort_session
 
-    peers: dict[str, onnxruntime.InferenceSession] = {}
-    if model:
-        try:
-            peers["onnxruntime"] = ort_session(str(model), session.threads)
-        except Exception as e:
-            raise InvalidModel(f"onnxruntime cannot load {model}: {e}") from e
+    peers = {"onnxruntime": ort_session(str(model), session.threads)} if model else {}
     return time_in_turn(session, feeds, peers, session.threads, rounds, advance)
 
 

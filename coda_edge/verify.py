@@ -35,12 +35,16 @@ CASES: tuple[tuple[int, float, Padding], ...] = (
 _log = logging.getLogger(__name__)
 
 
-def ort_session(model: onnx.ModelProto | bytes | str) -> onnxruntime.InferenceSession:
-    """onnxruntime on ``model``, on the CPU, quiet. Raises InvalidModel with its words if it refuses the model."""
+def ort_session(model: onnx.ModelProto | bytes | str, threads: int = 0) -> onnxruntime.InferenceSession:
+    """onnxruntime on ``model``, on the CPU, quiet, with ``threads`` threads (0: as many as it likes).
+
+    Raises InvalidModel with its words if it refuses the model.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
+    options.intra_op_num_threads = threads
     source = model if isinstance(model, (bytes, str)) else model.SerializeToString()
     try:
         return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
@@ -78,7 +82,7 @@ class Verifier:
         specs = input_specs(model)
         names = [o.name for o in session.get_outputs()]
         length, sizes = _longest(session, specs, names)
-        cases = []
+        cases: list[tuple[dict[str, npt.NDArray[Any]], list[npt.NDArray[Any]]]] = []
         for batch, share, padding in CASES:
             at = default_sizes(specs, batch, max(1, int(length * share)))
             feeds = generate_inputs(specs, at, seed=len(cases), padding=padding)
