@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import onnx_graphsurgeon as gs
 
-from . import absorb_norm, attention, fuse_map, grow_epilogue, merge_projections, row_moments
+from . import absorb_norm, attention, fuse_map, grow_epilogue, merge_projections, row_moments, sink_reshape
 from .base import Pass, PassLog, Refusal
 
 __all__ = ["PIPELINE", "Pass", "PassLog", "Refusal", "run_pipeline"]
 
 #: The passes in the order in which they run on a graph in normal form.
 PIPELINE: tuple[Pass, ...] = (
+    sink_reshape.PASS,
     row_moments.PASS,
     attention.PASS,
     absorb_norm.PASS,

@@ -1,0 +1,135 @@
+"""A Reshape of the leading dimensions moves behind the row-wise operators that follow it, until it meets its inverse.
+
+Rule: where r = Reshape(x) keeps the last axis as it is,
+
+1. MatMul(r, W) with a constant matrix W is Reshape(MatMul(x, W)): the rows are the same rows;
+2. an elementwise operator whose other operands are scalars or columns is the same operator on x, and the Reshape behind it;
+3. Reshape(r) is one Reshape of x, or x itself if the shape is x's.
+
+So exporters that flatten ``[B, S, K]`` to ``[B·S, K]`` around each projection leave no trace.
+
+Conditions: the Reshape's target is a constant (the second one's too, unless it gives x's shape back); x has at least two dimensions.
+Refused: a Reshape that is a graph output, and one whose readers are not all of these kinds: it would be kept beside its copies.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from coda_edge.ir import (
+    ELEMENTWISE,
+    GraphEditor,
+    Tensor,
+    column_value,
+    constant_value,
+    consumers,
+    in_order,
+    is_output,
+    producer,
+    remove_dead,
+    same,
+    same_shape,
+    shape,
+)
+
+from .base import Pass, PassLog
+
+
+def run(graph: gs.Graph, log: PassLog) -> int:
+    """Sinks Reshapes until none moves; returns the number of moves."""
+    editor = GraphEditor(graph)
+    total = 0
+    while True:
+        moved = sum(_sink(graph, editor, node) for node in in_order(graph) if node.op == "Reshape")
+        if not moved:
+            return total
+        total += moved
+        remove_dead(graph)
+
+
+def _sink(graph: gs.Graph, editor: GraphEditor, reshape: gs.Node) -> int:
+    if not reshape.outputs or not _keeps_rows(reshape) or is_output(graph, reshape.outputs[0]):
+        return 0
+    readers = consumers(reshape.outputs[0])
+    if not readers or not all(_passes_rows(u, reshape) for u in readers):
+        return 0
+    for reader in readers:
+        if reader.op == "Reshape":
+            _compose(editor, reshape, reader)
+        else:
+            _swap(editor, reshape, reader)
+    return len(readers)
+
+
+def _keeps_rows(reshape: gs.Node) -> bool:
+    before, after = shape(reshape.inputs[0]), shape(reshape.outputs[0])
+    constant = constant_value(reshape.inputs[1]) is not None
+    return constant and min(len(before), len(after)) >= 2 and same(before[-1], after[-1])
+
+
+def _passes_rows(node: gs.Node, reshape: gs.Node) -> bool:
+    """Whether ``node`` treats every row of the reshaped tensor alike, so that the Reshape may stand behind it."""
+    x, r = reshape.inputs[0], reshape.outputs[0]
+    if node.domain:
+        return False
+    if node.op == "Reshape":
+        return constant_value(node.inputs[1]) is not None or same_shape(shape(x), shape(node.outputs[0]))
+    if node.op == "MatMul":
+        weights = constant_value(node.inputs[1])
+        return node.inputs[0] is r and weights is not None and weights.ndim == 2
+    others = [t for t in node.inputs if t is not r]
+    n = shape(r)[-1]
+    return (
+        node.op in ELEMENTWISE
+        and isinstance(n, int)
+        and same_shape(shape(node.outputs[0]), shape(r))
+        and all(column_value(t, n) is not None for t in others)
+    )
+
+
+def _compose(editor: GraphEditor, first: gs.Node, second: gs.Node) -> None:
+    x, out = first.inputs[0], second.outputs[0]
+    if same_shape(shape(x), shape(out)) and (isinstance(x, gs.Constant) or not _both_ends(editor.graph, x, out)):
+        editor.replace(out, x)
+        return
+    dims = shape(out)
+    target = constant_value(second.inputs[1])
+    assert target is not None
+    if np.any(target == 0):
+        middle = shape(first.outputs[0])
+        known = [middle[i] if t == 0 else t for i, t in enumerate(target.tolist())]
+        if not all(isinstance(d, int) for d in known):
+            return
+        target = np.array(known, np.int64)
+    shaped = editor.apply("Reshape", [x, editor.constant(f"{out.name}.shape", target)], dims, f"{out.name}.reshape")
+    editor.replace(out, shaped)
+
+
+def _both_ends(graph: gs.Graph, x: gs.Variable, out: gs.Variable) -> bool:
+    """Whether ``x`` is an input and ``out`` an output of the graph, so that one can't stand for the other."""
+    return producer(x) is None and is_output(graph, out)
+
+
+def _swap(editor: GraphEditor, reshape: gs.Node, node: gs.Node) -> None:
+    x, r, out = reshape.inputs[0], reshape.outputs[0], node.outputs[0]
+    n = shape(out)[-1]
+    target = constant_value(reshape.inputs[1])
+    assert target is not None
+    inputs = [x if t is r else _as_column(editor, t, shape(r)[-1]) for t in node.inputs]
+    dtype = out.dtype
+    moved = editor.variable(f"{out.name}.rows", dtype, (*shape(x)[:-1], n))
+    editor.node(node.op, inputs, [moved], node.name or out.name, **node.attrs)
+    new_target = editor.constant(f"{out.name}.shape", np.array([*target[:-1], n], np.int64))
+    editor.replace(out, editor.apply("Reshape", [moved, new_target], shape(out), f"{out.name}.reshape"))
+
+
+def _as_column(editor: GraphEditor, tensor: Tensor, n: object) -> Tensor:
+    """``tensor`` without leading ones, so that it broadcasts to any rank; weights stay as they are."""
+    value = constant_value(tensor)
+    if value is None or value.ndim < 2 or value.size not in (1, n):
+        return tensor
+    return editor.constant(f"{tensor.name}.col", value.reshape(-1))
+
+
+PASS = Pass("sink_reshape", run)
