@@ -1,0 +1,108 @@
+"""GEMM with an epilogue: ``program(A @ W, operands)`` for a constant W, on register tiles.
+
+A ``[M, K]``, operands and outputs are plain row-major tensors, M known at run time. W is packed into panels of ``width`` columns,
+each ``[K, width]``; the last panel is as narrow as what is left. An item is one panel for one block of rows; consecutive
+items share the block. The accumulators stay in registers until the epilogue has made the outputs of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import sympy
+import tvm
+
+from ..epilogue.program import EpilogueProgram, Kind
+from ..epilogue.tir import STORAGE, depth
+from ..errors import ShapeError
+from ..schedule.gemm import GemmSchedule, choose_gemm
+from ..symbolic import Dim, simplify
+from ..targets.target import Target
+from .gemm_tile import GemmShape, Kernel
+from .kernel import KernelCall, KernelSource, Packed, Workspace
+
+Operand: TypeAlias = "str | Packed"
+
+
+def lower_gemm(
+    target: Target,
+    name: str,
+    program: EpilogueProgram,
+    a: Operand,
+    weight: npt.NDArray[Any],
+    operands: Sequence[Operand],
+    outputs: Sequence[str],
+    rows: Dim,
+    rows_per_batch: Dim | None = None,
+    schedule: GemmSchedule | None = None,
+    source: tuple[str, ...] = (),
+) -> KernelCall:
+    """The kernel call for ``program`` over ``a [rows, K] @ weight [K, N]``, all float32.
+
+    ``operands`` follow ``program.params[1:]`` and ``outputs`` ``program.outputs``: tiles ``[rows, width]``, rows ``[rows]``, columns
+    ``[width]``, scalars one element. ``rows_per_batch``: S of outputs with ``heads``. Raises ShapeError if they do not fit.
+    """
+    k, n = weight.shape
+    program.check(n)
+    if len(operands) != len(program.params) - 1 or len(outputs) != len(program.outputs):
+        raise ShapeError(
+            f"GEMM '{name}': the epilogue has {len(program.params) - 1} operands and {len(program.outputs)} outputs; "
+            f"{len(operands)} and {len(outputs)} were given"
+        )
+    heads = any(o.heads for o in program.outputs)
+    if heads and rows_per_batch is None:
+        raise ShapeError(f"GEMM '{name}': an output laid out in heads needs the number of rows of a batch entry")
+    schedule = schedule or choose_gemm(target, n, k, 1 << depth(program))
+    shape = GemmShape(program, n, k, schedule)
+    symbol = f"gemm_{n}x{k}_{_key(target, shape)}"
+    count = shape.partials
+    workspaces = (Workspace(f"{name}.partials", simplify(4 * count * shape.panels * rows)),) if count else ()
+    blocks = simplify(sympy.ceiling(sympy.sympify(rows) / schedule.block_rows))
+    return KernelCall(
+        name=name,
+        kernel=KernelSource(symbol, Kernel(shape).items(symbol)),
+        buffers=(a, Packed(f"{name}.weight", pack(shape, weight)), *operands, *outputs, *workspaces),
+        ints=(rows, rows_per_batch) if heads and rows_per_batch is not None else (rows,),
+        items=simplify(blocks * shape.panels),
+        grain=schedule.grain,
+        scratch=4 * schedule.block_rows * len(shape.hoisted),
+        finish=KernelSource(f"{symbol}_finish", Kernel(shape).merge(f"{symbol}_finish")) if count else None,
+        outputs=tuple(outputs),
+        flops=simplify(rows * (2 * n * k + program.flops(n))),
+        bytes=simplify(_traffic(shape, rows)),
+        source=source,
+    )
+
+
+def pack(shape: GemmShape, weight: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """W ``[K, N]`` as panels, flat: the column classes apart in each."""
+    panels = []
+    for start in range(0, shape.n, shape.schedule.width):
+        stop = min(start + shape.schedule.width, shape.n)
+        order = [start + c for c in shape.columns(stop - start).permutation()]
+        panels.append(np.ascontiguousarray(weight[:, order], np.float32).ravel())
+    return np.concatenate(panels)
+
+
+def _key(target: Target, shape: GemmShape) -> str:
+    """What makes this kernel differ from every other one, in eight hex digits."""
+    text = repr((target.name, sorted(target.tvm.items()), str(shape.program), shape.n, shape.k, shape.schedule))
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _traffic(shape: GemmShape, rows: Dim) -> Dim:
+    """Bytes of every tensor read or written once."""
+    program, n = shape.program, shape.n
+    kinds, dtypes = program.kinds(), program.dtypes()
+    total: Dim = 4 * rows * shape.k + 4 * n * shape.k
+    columns = {p.name: program.width(p.name, n) for p in program.params if p.kind in (Kind.TILE, Kind.COL)}
+    stored = [(p.name, columns.get(p.name, 1)) for p in program.params[1:]]
+    stored += [(o.value, program.output_width(o, n) if o.kind is Kind.TILE else 1) for o in program.outputs]
+    for value, width in stored:
+        size = tvm.DataType(STORAGE[dtypes[value]]).itemsize
+        total = total + size * width * (rows if kinds[value] in (Kind.TILE, Kind.ROW) else 1)
+    return total

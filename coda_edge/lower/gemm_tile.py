@@ -1,0 +1,397 @@
+"""The GEMM kernel itself, from items down to a register tile and the pieces of its epilogue. See ``gemm.py``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from tvm import tirx
+
+from ..epilogue.ops import Group
+from ..epilogue.program import EpilogueProgram, Kind, Output
+from ..epilogue.tir import STORAGE, Columns, Evaluator, Place, as_stored, depth, level
+from ..schedule.gemm import GemmSchedule
+from .body import Body, Buffer, Expr, external, f32, index, lanes, load, shuffle, widen
+from .statistics import Panels, Statistic, statistics
+
+_LINE = 16
+"""float32 of a cache line."""
+
+
+@dataclass(frozen=True)
+class GemmShape:
+    """What a GEMM kernel is generic over: everything but its number of rows."""
+
+    program: EpilogueProgram
+    n: int
+    k: int
+    schedule: GemmSchedule
+
+    @cached_property
+    def panels(self) -> int:
+        """Weight panels, the narrower last one included."""
+        return -(-self.n // self.schedule.width)
+
+    @cached_property
+    def statistics(self) -> tuple[Statistic, ...]:
+        """The reduce steps."""
+        return statistics(self.program)
+
+    @cached_property
+    def partials(self) -> int:
+        """float32 that a row and panel leave for ``Kernel.merge``."""
+        return sum(s.rule.partials for s in self.statistics)
+
+    @cached_property
+    def hoisted(self) -> tuple[str, ...]:
+        """Row values that are computed once a block of rows: those that a step of another kind reads."""
+        kinds = self.program.kinds()
+        rowwise = [
+            s for s in self.program.steps if kinds[s.names[0]] is Kind.ROW and s.operator.group is not Group.REDUCE
+        ]
+        read = {a for s in self.program.steps if s not in rowwise for a in s.args}
+        return tuple(s.result for s in rowwise if s.result in read)
+
+    def columns(self, width: int) -> Columns:
+        """How the columns of a panel of ``width`` lie."""
+        return Columns(width, depth(self.program), self.schedule.lanes)
+
+
+class Kernel:
+    """The writing of one kernel. Both kernels of a GEMM have the same parameters."""
+
+    def __init__(self, shape: GemmShape) -> None:
+        self.shape = shape
+        self.schedule = shape.schedule
+        self.body = Body()
+        program, dtypes = shape.program, shape.program.dtypes()
+        self.a, self.w = external("a"), external("w")
+        self.operands = {p.name: external(p.name, STORAGE[p.dtype]) for p in program.params[1:]}
+        self.outputs = {o.name: external(f"{o.name}_out", STORAGE[dtypes[o.value]]) for o in program.outputs}
+        self.partials, self.scratch = external("partials"), external("scratch")
+        self.rows, self.rows_per_batch = tirx.Var("rows", "int64"), tirx.Var("rows_per_batch", "int64")
+        self.begin, self.end = tirx.Var("begin", "int64"), tirx.Var("end", "int64")
+        buffers = [self.a, self.w, *self.operands.values(), *self.outputs.values()]
+        buffers += [self.partials, self.scratch] if shape.statistics else [self.scratch]
+        heads = [self.rows_per_batch] if any(o.heads for o in program.outputs) else []
+        self.params = [*buffers, self.rows, *heads, self.begin, self.end]
+
+    def items(self, symbol: str) -> tirx.PrimFunc:
+        """The kernel that does items: which panel, which rows, what the rows need ahead, then the panel's tiles."""
+        shape, body = self.shape, self.body
+        whole, rest = divmod(shape.n, self.schedule.width)
+        with body.loop(self.begin, self.end, "item") as item:
+            block = body.let(tirx.floordiv(item, index(shape.panels)), "block")
+            panel = body.let(item - block * shape.panels, "panel")
+            first = body.let(block * self.schedule.block_rows, "first")
+            last = body.let(tirx.min(self.rows, first + self.schedule.block_rows), "last")
+            if shape.hoisted:
+                with body.when(tirx.Or(item.equal(self.begin), panel.equal(index(0)))):
+                    self._rows_ahead(first, last)
+            if whole:
+                with body.when(panel < index(whole) if rest else True):
+                    self._panel(panel, shape.columns(self.schedule.width), first, last)
+            if rest:
+                with body.when(panel.equal(index(whole)) if whole else True):
+                    self._panel(panel, shape.columns(rest), first, last)
+        return body.function(symbol, self.params)
+
+    def merge(self, symbol: str) -> tirx.PrimFunc:
+        """The kernel that makes whole rows' statistics of the panels'."""
+        vector = self.schedule.lanes
+        steps = self.body.let(tirx.floordiv(self.rows, index(vector)), "steps")
+        with self.body.loop(0, steps, "step") as step:
+            self._merge_rows(step * vector, vector)
+        with self.body.loop(steps * vector, self.rows, "at") as at:
+            self._merge_rows(at, 1)
+        return self.body.function(symbol, self.params)
+
+    def partial_at(self, slot: int, panel: Expr, row: Expr) -> Expr:
+        """Where a row's partial result lies: ``[slot, panel, row]``."""
+        return (panel + slot * self.shape.panels) * self.rows + row
+
+    def row_operand(self, name: str, at: Expr, count: int) -> Expr | None:
+        """``count`` rows of a row operand from row ``at``, or a scalar operand; None for what is neither."""
+        kind = self.shape.program.kinds()[name]
+        if name not in self.operands or kind not in (Kind.ROW, Kind.SCALAR):
+            return None
+        return load(self.operands[name], 0) if kind is Kind.SCALAR else load(self.operands[name], at, count)
+
+    def _rows_ahead(self, first: Expr, last: Expr) -> None:
+        """The block's hoisted row values, into scratch ``[value, row of the block]``."""
+        vector = self.schedule.lanes
+        steps = self.body.let(tirx.floordiv(last - first, index(vector)), "steps")
+
+        def write(offset: Expr, count: int) -> None:
+            values = Evaluator(
+                self.shape.program, self.body, lambda name, _: self.row_operand(name, first + offset, count)
+            )
+            for slot, name in enumerate(self.shape.hoisted):
+                value = widen(values.value(name, Place()), count)
+                self.body.store(self.scratch, offset + slot * self.schedule.block_rows, value)
+
+        with self.body.loop(0, steps, "step") as step:
+            write(step * vector, vector)
+        with self.body.loop(steps * vector, last - first, "offset") as offset:
+            write(offset, 1)
+
+    def _panel(self, panel: Expr, columns: Columns, first: Expr, last: Expr) -> None:
+        body, rows = self.body, self.schedule.rows
+        whole = body.let(tirx.floordiv(last - first, index(rows)), "whole")
+        tiles = tirx.max(tirx.floordiv(last - first + (rows - 1), index(rows)), index(1))
+        lines = self.schedule.width * self.schedule.unroll // _LINE
+        share = body.let(tirx.floordiv(tiles + (lines - 1), tiles), "share")
+        with body.loop(0, whole, "tile") as tile:
+            row = body.let(first + tile * rows, "row")
+            Tile(self, panel, columns, first, [row + i for i in range(rows)]).write(tile, share)
+        with body.when(first + whole * rows < last):
+            row = body.let(first + whole * rows, "row")
+            clamped = [body.let(tirx.min(row + i, self.rows - 1), "row") for i in range(rows)]
+            Tile(self, panel, columns, first, clamped, [row + i < self.rows for i in range(rows)]).write(whole, share)
+
+    def _merge_rows(self, at: Expr, count: int) -> None:
+        program = self.shape.program
+        for statistic in self.shape.statistics:
+            reads = [
+                partial(self._read_partial, slot=statistic.slot + i, at=at, count=count)
+                for i in range(statistic.rule.partials)
+            ]
+            panels = Panels(
+                self.shape.panels,
+                _scaled(self.schedule.width, level(program, statistic.operand)),
+                program.width(statistic.operand, self.shape.n),
+            )
+            merged = dict(zip(statistic.results, statistic.rule.merge(self.body, reads, panels, count), strict=True))
+            for output in program.outputs:
+                if output.value in merged:
+                    self.body.store(self.outputs[output.name], at, merged[output.value])
+
+    def _read_partial(self, panel: Expr, slot: int, at: Expr, count: int) -> Expr:
+        return load(self.partials, self.partial_at(slot, panel, at), count)
+
+
+class Tile:
+    """One register tile: its K loop and its epilogue.
+
+    ``rows``: the row of A at each row of the tile; ``first``: the block's first row. ``valid``, at the edge: which rows are
+    there to be stored; the others repeat the last one.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        panel: Expr,
+        columns: Columns,
+        first: Expr,
+        rows: list[Expr],
+        valid: list[Expr] | None = None,
+    ) -> None:
+        self.kernel = kernel
+        self.shape = kernel.shape
+        self.body = kernel.body
+        self.panel = panel
+        self.columns = columns
+        self.first = first
+        self.rows = rows
+        self.valid = valid
+        self.acc: dict[Place, Buffer] = {}
+
+    def write(self, tile: Expr, share: Expr) -> None:
+        """The tile, the ``tile``-th of its item, of whose prefetches a K block of a tile does ``share``."""
+        self._multiply(tile, share)
+        self._epilogue()
+
+    def _multiply(self, tile: Expr, share: Expr) -> None:
+        body, k, unroll = self.body, self.shape.k, self.kernel.schedule.unroll
+        size = self.columns.width >> self.columns.depth
+        pieces = [
+            (Place(0, c, p), c * size + at, n) for c in range(self.columns.classes()) for p, (at, n) in self._parts()
+        ]
+        for i in range(len(self.rows)):
+            for place, _, n in pieces:
+                acc = self.acc[Place(i, place.cls, place.part)] = body.alloc(n, name="acc")
+                body.store(acc, 0, widen(f32(0), n))
+        panel_start = body.let(self.panel * (self.kernel.schedule.width * k), "panel_start")
+        starts = [body.let(row * k, "start") for row in (self.rows if self.valid else self.rows[:1])]
+        if self.valid is None:
+            starts = [starts[0] + i * k for i in range(len(self.rows))]
+
+        def steps(start: Expr | int, stop: Expr | int) -> None:
+            with body.loop(start, stop, "k") as step:
+                at = body.let(panel_start + step * self.columns.width, "at")
+                weights = [body.let(load(self.kernel.w, at + offset, n), "w") for _, offset, n in pieces]
+                for i, row_start in enumerate(starts):
+                    a = body.let(load(self.kernel.a, row_start + step), "a")
+                    for (place, _, n), w in zip(pieces, weights, strict=True):
+                        acc = self.acc[Place(i, place.cls, place.part)]
+                        body.store(acc, 0, load(acc, 0, n) + widen(a, n) * w)
+
+        blocks, rest = divmod(k, unroll)
+        if blocks:
+            with body.loop(0, blocks, "k_block") as block:
+                if self.kernel.schedule.prefetch:
+                    self._prefetch(panel_start, tile * blocks + block, share)
+                steps(block * unroll, block * unroll + unroll)
+        if rest:
+            steps(blocks * unroll, k)
+
+    def _prefetch(self, panel_start: Expr, step: Expr, share: Expr) -> None:
+        """The ``step``-th share of the next panel's cache lines."""
+        size = self.kernel.schedule.width * self.shape.k
+        ahead = self.body.let(step * share, "ahead")
+        with self.body.when(ahead < index(size // _LINE)), self.body.loop(0, share, "line") as line:
+            self.body.prefetch(self.kernel.w, panel_start + size + (ahead + line) * _LINE)
+
+    def _epilogue(self) -> None:
+        values = Evaluator(self.shape.program, self.body, self._leaf, self.columns)
+        tiles = [o for o in self.shape.program.outputs if o.kind is Kind.TILE]
+        layouts = [(o, _Layout(self, o)) for o in tiles if not o.columns]
+        for layout in (layout for _, layout in layouts):
+            layout.prepare()
+        for i in range(len(self.rows)):
+            for output, layout in layouts:
+                self._store(output, layout, values, i)
+            self._reduce(values, i)
+        for output in tiles:
+            if output.columns:
+                layout = _Layout(self, output)
+                with self.body.when(layout.reached()):
+                    layout.prepare()
+                    inner = values.fork()
+                    for i in range(len(self.rows)):
+                        self._store(output, layout, inner, i)
+
+    def _store(self, output: Output, layout: _Layout, values: Evaluator, i: int) -> None:
+        dtype = self.shape.program.dtypes()[output.value]
+        classes = range(self.columns.classes(level(self.shape.program, output.value)))
+        vectors = []
+        for p, _ in self._parts():
+            pieces = [values.value(output.value, Place(i, c, p)) for c in classes]
+            vectors.append(self.body.let(as_stored(self.columns.natural(pieces), dtype), "stored"))
+        buffer = self.kernel.outputs[output.name]
+        with self.body.when(True if self.valid is None else self.valid[i]):
+            for vector, segments in zip(vectors, layout.segments, strict=True):
+                for segment in segments:
+                    with self.body.when(segment.inside):
+                        order = range(segment.offset, segment.offset + segment.length)
+                        self.body.store(buffer, layout.rows[i] + segment.at, shuffle([vector], order))
+
+    def _reduce(self, values: Evaluator, i: int) -> None:
+        program = self.shape.program
+        for statistic in self.shape.statistics:
+            wide = level(program, statistic.operand)
+            places = [Place(i, c, p) for c in range(self.columns.classes(wide)) for p, _ in self._parts()]
+            pieces = [values.value(statistic.operand, place) for place in places]
+            pieces = [piece.astype(f"float32x{lanes(piece)}" if lanes(piece) > 1 else "float32") for piece in pieces]
+            results = statistic.rule.panel(self.body, pieces, _scaled(self.columns.width, wide))
+            with self.body.when(True if self.valid is None else self.valid[i]):
+                for slot, result in enumerate(results, statistic.slot):
+                    at = self.kernel.partial_at(slot, self.panel, self.rows[i])
+                    self.body.store(self.kernel.partials, at, result)
+
+    def _leaf(self, name: str, place: Place) -> Expr | None:
+        kernel, program = self.kernel, self.shape.program
+        if name == program.params[0].name:
+            acc = self.acc[place]
+            return load(acc, 0, self.columns.parts[place.part][1])
+        row = self.rows[place.row]
+        if name in self.shape.hoisted:
+            slot = self.shape.hoisted.index(name)
+            return load(kernel.scratch, row - self.first + slot * kernel.schedule.block_rows)
+        if name not in kernel.operands:
+            return None
+        kind = program.param(name).kind
+        if kind in (Kind.ROW, Kind.SCALAR):
+            return kernel.row_operand(name, row, 1)
+        wide = level(program, name)
+        at, count = self.span(wide, place.part)
+        start = at if kind is Kind.COL else row * program.width(name, self.shape.n) + at
+        return self.columns.piece(load(kernel.operands[name], start, count), place.cls, wide)
+
+    def span(self, wide: int, part: int) -> tuple[Expr, int]:
+        """The natural columns that a part of all classes covers, of a value at level ``wide``: the first, and how many."""
+        offset, n = self.columns.parts[part]
+        classes = self.columns.classes(wide)
+        return self.panel * _scaled(self.kernel.schedule.width, wide) + offset * classes, n * classes
+
+    def _parts(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        return enumerate(self.columns.parts)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Lanes ``offset`` to ``offset + length`` of a stored vector, which go to ``at`` from the row's start, if ``inside``."""
+
+    offset: int
+    length: int
+    at: Expr
+    inside: Expr | bool
+
+
+class _Layout:
+    """Where a tile output's rows and columns go. ``prepare`` writes the addresses, in the block in which they are used."""
+
+    def __init__(self, tile: Tile, output: Output) -> None:
+        self.tile = tile
+        self.output = output
+        self.wide = level(tile.shape.program, output.value)
+        self.width = _scaled(tile.kernel.schedule.width, self.wide)
+        self.total = tile.shape.program.width(output.value, tile.shape.n)
+        self.begin, self.end = output.columns or (0, self.total)
+        self.rows: list[Expr] = []
+        self.segments: list[list[_Segment]] = []
+
+    def reached(self) -> Expr | bool:
+        """Whether the panel has columns of the output's range."""
+        panel = self.tile.panel
+        after = True if self.begin < self.width else panel >= index(self.begin // self.width)
+        before = True if self.end > self.total - self.width else panel < index(-(-self.end // self.width))
+        if after is True or before is True:
+            return before if after is True else after
+        return tirx.And(after, before)
+
+    def prepare(self) -> None:
+        """Writes the rows' and segments' addresses."""
+        body, output, tile = self.tile.body, self.output, self.tile
+        if output.heads:
+            self.rows = list(self._rows_in_heads(output.heads))
+        else:
+            self.rows = [body.let(row * (self.end - self.begin), "row_start") for row in tile.rows]
+        # Bounds of the range that fall within a panel; the end of the last one bounds nothing.
+        inner = [b for b in (self.begin, self.end) if b % self.width and b != self.total]
+        for part in range(len(tile.columns.parts)):
+            first, count = tile.span(self.wide, part)
+            offset = tile.columns.parts[part][0] * tile.columns.classes(self.wide)
+            cuts = [*inner, *([output.heads, self.begin] if output.heads else [])]
+            cuts += [self.width, offset] if cuts else []
+            length = math.gcd(count, *cuts)
+            self.segments.append([self._segment(first, at, length, bool(inner)) for at in range(0, count, length)])
+
+    def _segment(self, first: Expr, offset: int, length: int, cut: bool) -> _Segment:
+        body, heads = self.tile.body, self.output.heads
+        column = body.let(first + (offset - self.begin), "column")
+        inside = tirx.And(column >= index(0), column < index(self.end - self.begin)) if cut else True
+        if not heads:
+            return _Segment(offset, length, column, inside)
+        head = body.let(tirx.floordiv(column, index(heads)), "head")
+        at = body.let(head * (self.tile.kernel.rows_per_batch * heads) + (column - head * heads), "at")
+        return _Segment(offset, length, at, inside)
+
+    def _rows_in_heads(self, size: int) -> Iterator[Expr]:
+        """The start of each row in ``[B, H, S, size]``: one division a tile, as rows follow each other."""
+        body, count = self.tile.body, self.tile.kernel.rows_per_batch
+        batch_size = body.let(count * (self.end - self.begin), "batch_size")
+        batch = body.let(tirx.floordiv(self.tile.rows[0], count), "batch")
+        row = body.let(self.tile.rows[0] - batch * count, "batch_row")
+        for i in range(len(self.tile.rows)):
+            if i:
+                over = body.let((row + 1).equal(count), "over")
+                batch = body.let(tirx.Select(over, batch + 1, batch), "batch")
+                row = body.let(tirx.Select(over, index(0), row + 1), "batch_row")
+            yield body.let(batch * batch_size + row * size, "row_start")
+
+
+def _scaled(width: int, wide: int) -> int:
+    return width << wide if wide >= 0 else width >> -wide
