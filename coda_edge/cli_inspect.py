@@ -202,10 +202,13 @@ def inspect_bundle(path: Path) -> BundleView:
 
 
 def inspect_model(path: Path) -> ModelView:
-    """Reads an ONNX model; raises InvalidModel if it is not one."""
+    """Shows an ONNX model as it was written; raises InvalidModel if it is not one."""
+    import onnx
+
     from .frontend import load
 
-    model: onnx.ModelProto = load(path)
+    load(path)  # for its checks: what it returns is converted, with functions inlined
+    model = onnx.load(path, load_external_data=False)
     graph = model.graph
     operators = Counter(n.op_type for n in graph.node)
     return ModelView(
