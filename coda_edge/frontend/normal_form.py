@@ -14,6 +14,7 @@ from . import simplify as _simplify
 from .builder import decompose
 from .fold import fold_constants, fold_values, inline_constants, merge_constants, merge_nodes
 from .model import bind
+from .movement import compose_movement
 from .shapes import infer
 from .sizes import emit_sizes, simplify_bounds, simplify_targets
 
@@ -53,7 +54,14 @@ def _round(graph: gs.Graph) -> int:
     changes += simplify_targets(graph) + simplify_bounds(graph, info)
     ir.remove_dead(graph)
     changes += decompose(graph)
-    return changes + _tidy(graph)
+    changes += _tidy(graph)
+    return changes or _rearrange(graph)
+
+
+def _rearrange(graph: gs.Graph) -> int:
+    """What needs every shape: done once nothing else is left to do."""
+    infer(graph)
+    return compose_movement(graph) + _tidy(graph)
 
 
 def _tidy(graph: gs.Graph) -> int:

@@ -104,8 +104,13 @@ def _single(b: Builder) -> ir.Tensor | None:
 
 
 @decomposition("Gather")
-def _positive_axis(b: Builder) -> ir.Tensor | None:
-    axis = b.attr("axis", 0)
+def _gather(b: Builder) -> ir.Tensor | None:
+    """One index is a slice; else the axis is made non-negative."""
+    axis, index = b.attr("axis", 0), ir.scalar_value(b.node.inputs[1])
+    if index is not None and b.rank(1) < 2:
+        start = int(index)
+        part = b("Slice", b.node.inputs[0], [start], [start + 1 if start != -1 else TO_END], [axis % b.rank()])
+        return part if b.rank(1) else b("Squeeze", part, [axis % b.rank()])
     return b("Gather", *b.node.inputs, axis=axis % b.rank()) if axis < 0 else None
 
 
