@@ -162,12 +162,16 @@ class Call:
         )
         return ShapeError(f"{self.node.op} (node '{self.node.name}'): {message}; its inputs are {shapes}")
 
-    def of(self, graph: gs.Graph, inputs: Sequence[Type]) -> list[Type]:
-        """Infers a nested graph, given its inputs' types, and returns its outputs' types."""
-        for tensor, (dtype, dims) in zip(graph.inputs, inputs, strict=True):
-            tensor.dtype = dtype
-            tensor.shape = [format_dim(d) for d in dims]
-        info = infer(graph)
+    def infer_body(self, graph: gs.Graph) -> list[Type]:
+        """Infers a nested graph, whose inputs are the node's, and returns its outputs' types."""
+        known = {}
+        for index, tensor in enumerate(graph.inputs):
+            tensor.dtype = self.dtype(index)
+            tensor.shape = [format_dim(d) for d in self.shape(index)]
+            value = self.value(index)
+            if value is not None:
+                known[tensor.name] = value
+        info = _infer(graph, known)
         self._state.info.constraints.extend(info.constraints)
         return [(t.dtype, info.shapes[t.name]) for t in graph.outputs]
 
@@ -220,13 +224,18 @@ def infer(graph: gs.Graph) -> SymbolicInfo:
 
     Raises ShapeError, naming the node, if shapes contradict each other or a rank cannot be found.
     """
+    return _infer(graph, {})
+
+
+def _infer(graph: gs.Graph, known: dict[str, Values]) -> SymbolicInfo:
+    """``infer``, with the values of some inputs given."""
     types: dict[str, Type] = {}
     for tensor in graph.inputs:
         if tensor.shape is None:
             raise ShapeError(f"input '{tensor.name}' has no shape: give one, as in --shape {tensor.name}=1x128")
         types[tensor.name] = (tensor.dtype, ir.shape(tensor))
     symbols = [s for t in graph.inputs for d in types[t.name][1] if not isinstance(d, int) for s in _in_order(d)]
-    state = _State(SymbolicInfo(), Equalities(symbols))
+    state = _State(SymbolicInfo(values=dict(known)), Equalities(symbols))
     opset = graph.opset or 18
     for node in ir.in_order(graph):
         for tensor in node.inputs:
