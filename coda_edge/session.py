@@ -54,6 +54,11 @@ class _Tensor:
         self.name = name
         self.number = number
         self.dtype = _numpy_dtype(element)
+        self._foreign = element == "bfloat16"
+
+    def in_place(self, array: npt.NDArray[Any]) -> tuple[int, npt.NDArray[Any]]:
+        """Element type and memory of ``array``, in a type that the buffer protocol knows."""
+        return self.number, array.view(np.uint16) if self._foreign else array
 
 
 class Session:
@@ -111,7 +116,7 @@ class Session:
             for dims, tensor in zip(self._runtime.shapes(inputs), self._outputs, strict=True)
         ]
         outputs = [
-            (tensor.number, _bytes_view(result)) if i in wanted else None
+            tensor.in_place(result) if i in wanted else None
             for i, (tensor, result) in enumerate(zip(self._outputs, results, strict=True))
         ]
         self._runtime.run(inputs, outputs)
@@ -151,13 +156,8 @@ class Session:
         array = np.asarray(value)
         if array.dtype != tensor.dtype:
             raise ShapeError(f"input '{tensor.name}': element type is {array.dtype}, expected {tensor.dtype}")
-        in_place = array.flags.c_contiguous and array.flags.aligned
-        return tensor.number, _bytes_view(array if in_place else array.copy(order="C"))
-
-
-def _bytes_view(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """``array`` in a type of the same size that the buffer protocol knows."""
-    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+        flags = array.flags
+        return tensor.in_place(array if flags.c_contiguous and flags.aligned else array.copy(order="C"))
 
 
 def _quoted(tensors: list[_Tensor]) -> str:
