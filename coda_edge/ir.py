@@ -138,6 +138,22 @@ def reduces_rows(node: gs.Node, op: str) -> bool:
     return axes is not None and axes.size == 1 and int(axes.reshape(-1)[0]) % rank == rank - 1
 
 
+def column_range(node: gs.Node) -> tuple[int, int] | None:
+    """The column range, if ``node`` slices the last axis by constants."""
+    if node.op != "Slice" or len(node.inputs) < 4:
+        return None
+    bounds = [constant_value(t) for t in node.inputs[1:]]
+    if any(b is None or b.size != 1 for b in bounds):
+        return None
+    start, end, axis, *step = (int(np.asarray(b).reshape(-1)[0]) for b in bounds)
+    dims = shape(node.inputs[0])
+    n = dims[-1]
+    if axis % len(dims) != len(dims) - 1 or step not in ([], [1]) or not isinstance(n, int):
+        return None
+    first, last, _ = slice(start, end).indices(n)
+    return (first, last) if first < last else None
+
+
 class Names:
     """Fresh tensor and node names for one graph."""
 

@@ -16,6 +16,7 @@ PIPELINE: tuple[Pass, ...] = (
     sink_reshape.PASS,
     row_moments.PASS,
     attention.PASS,
+    sink_reshape.PASS,  # the head merges that attention leaves
     absorb_norm.PASS,
     grow_epilogue.PASS,
     merge_projections.PASS,
@@ -27,7 +28,7 @@ def run_pipeline(graph: gs.Graph, after_each: Callable[[Pass], None] | None = No
     """Runs all passes on ``graph`` in place and returns their log. ``after_each`` is called after every pass, with it."""
     log = PassLog()
     for p in PIPELINE:
-        log.rewrites[p.name] = p.run(graph, log)
+        log.rewrites[p.name] = log.rewrites.get(p.name, 0) + p.run(graph, log)
         if after_each is not None:
             after_each(p)
     return log

@@ -194,17 +194,19 @@ def _transposed(editor: GraphEditor, kt: Tensor) -> Tensor:
 
 
 def _connect(graph: gs.Graph, editor: GraphEditor, product: gs.Variable, merged: gs.Variable, base: str) -> None:
-    """Puts ``merged`` in the place of ``product`` with its heads merged, or splits it again for those who read the heads."""
-    transpose = sole_consumer(graph, product)
-    if transpose is not None and transpose.op == "Transpose" and tuple(transpose.attrs["perm"]) == _HEADS:
-        reshape = sole_consumer(graph, transpose.outputs[0])
-        if reshape is not None and reshape.op == "Reshape" and same_shape(shape(reshape.outputs[0]), shape(merged)):
-            editor.replace(reshape.outputs[0], merged)
-            return
+    """Hands ``merged`` to the readers of ``product`` ``[B,H,Sq,Dv]``: to a head merge as it is, to others with the heads split again."""
     batch, heads, queries, depth = shape(product)
     target = editor.constant(f"{base}.heads", np.array([0, 0, heads, depth], dtype=np.int64))
     split = editor.apply("Reshape", [merged, target], (batch, queries, heads, depth), f"{base}.split")
-    editor.replace(product, editor.apply("Transpose", [split], shape(product), f"{base}.heads", perm=list(_HEADS)))
+    merge = sole_consumer(graph, product)
+    if merge is None or merge.op != "Transpose" or tuple(merge.attrs["perm"]) != _HEADS:
+        editor.replace(product, editor.apply("Transpose", [split], shape(product), f"{base}.heads", perm=list(_HEADS)))
+        return
+    after = sole_consumer(graph, merge.outputs[0])
+    if after is not None and after.op == "Reshape" and same_shape(shape(after.outputs[0]), shape(merged)):
+        editor.replace(after.outputs[0], merged)
+    else:
+        editor.replace(merge.outputs[0], split)
 
 
 PASS = Pass("attention", run)

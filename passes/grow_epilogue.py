@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import onnx_graphsurgeon as gs
 
 from coda_edge.ir import (
     DOMAIN,
     ELEMENTWISE,
     GraphEditor,
+    column_range,
     constant_value,
     consumers,
     in_order,
@@ -56,9 +56,10 @@ class _Store:
 
 @dataclass
 class _Growth:
-    """The nodes that joined, and the row outputs."""
+    """The nodes that joined, the tensors they made of the product, and the row outputs."""
 
     nodes: list[gs.Node]
+    tiles: set[int]
     rows: dict[int, tuple[gs.Variable, str]] = field(default_factory=dict)
 
 
@@ -106,9 +107,9 @@ def _rewrite(graph: gs.Graph, editor: GraphEditor, matmul: gs.Node, log: PassLog
 
 
 def _grow(graph: gs.Graph, region: Region, matmul: gs.Node, log: PassLog) -> _Growth:
-    growth = _Growth([matmul])
+    growth = _Growth([matmul], {id(matmul.outputs[0])})
     for node in in_order(graph):
-        if node is matmul or not any(region.has(t) for t in node.inputs):
+        if node is matmul or not any(id(t) in growth.tiles for t in node.inputs):
             continue
         try:
             joined = _join(region, growth, node)
@@ -134,6 +135,7 @@ def _join(region: Region, growth: _Growth, node: gs.Node) -> bool:
     if not same_shape(shape(node.outputs[0]), region.tile):
         raise Refused(f"its result is larger than the tile {list(map(str, region.tile))}")
     region.add(node)
+    growth.tiles.add(id(node.outputs[0]))
     return True
 
 
@@ -145,7 +147,7 @@ def _stores(graph: gs.Graph, tensor: gs.Variable, inside: set[int]) -> list[_Sto
         return whole
     stores: list[_Store] = []
     for reader in readers:
-        columns = _columns(reader)
+        columns = column_range(reader)
         if columns is None:
             split = _heads(graph, tensor, reader)
             if split is None:
@@ -161,22 +163,6 @@ def _stores(graph: gs.Graph, tensor: gs.Variable, inside: set[int]) -> list[_Sto
         else:
             stores.append(_Store(part, columns, None, (reader,)))
     return stores
-
-
-def _columns(node: gs.Node) -> tuple[int, int] | None:
-    """The column range, if ``node`` slices the last axis by constants."""
-    if node.op != "Slice" or len(node.inputs) < 4:
-        return None
-    bounds = [constant_value(t) for t in node.inputs[1:]]
-    if any(b is None or b.size != 1 for b in bounds):
-        return None
-    start, end, axis, *step = (int(np.asarray(b).reshape(-1)[0]) for b in bounds)
-    dims = shape(node.inputs[0])
-    n = dims[-1]
-    if axis % len(dims) != len(dims) - 1 or step not in ([], [1]) or not isinstance(n, int):
-        return None
-    first, last, _ = slice(start, end).indices(n)
-    return (first, last) if first < last else None
 
 
 def _heads(graph: gs.Graph, tensor: gs.Variable, reshape: gs.Node) -> gs.Node | None:

@@ -110,10 +110,6 @@ class Region:
         program = self.builder.build(drop_unused_params=True)
         return program, [self._operands[p.name] for p in program.params[1:]]
 
-    def has(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is computed in the region."""
-        return id(tensor) in self._values
-
     def value(self, tensor: Tensor) -> str:
         """The name of a tensor computed in the region."""
         return str(self._values[id(tensor)])

@@ -1,15 +1,16 @@
 """A Reshape of the leading dimensions moves behind the row-wise operators that follow it, until it meets its inverse.
 
-Rule: where r = Reshape(x) keeps the last axis as it is,
+Rule: Reshape(Reshape(x)) is one Reshape of x, or x itself if the shape is x's. And where r = Reshape(x) keeps the last axis,
 
 1. MatMul(r, W) with a constant matrix W is Reshape(MatMul(x, W)): the rows are the same rows;
 2. an elementwise operator whose other operands are scalars or columns is the same operator on x, and the Reshape behind it;
-3. Reshape(r) is one Reshape of x, or x itself if the shape is x's.
+3. a Slice of the last axis by constants likewise.
 
 So exporters that flatten ``[B, S, K]`` to ``[B·S, K]`` around each projection leave no trace.
 
-Conditions: the Reshape's target is a constant (the second one's too, unless it gives x's shape back); x has at least two dimensions.
-Refused: a Reshape that is a graph output, and one whose readers are not all of these kinds: it would be kept beside its copies.
+Conditions: the target of the Reshape that moves is a constant; x has at least two dimensions. A second target that copies dimensions
+(0) must be known in numbers.
+Refused: moving a Reshape that is a graph output, or one whose readers are not all of these kinds: it would be kept beside its copies.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from coda_edge.ir import (
     ELEMENTWISE,
     GraphEditor,
     Tensor,
+    column_range,
     column_value,
     constant_value,
     consumers,
@@ -49,16 +51,16 @@ def run(graph: gs.Graph, log: PassLog) -> int:
 
 
 def _sink(graph: gs.Graph, editor: GraphEditor, reshape: gs.Node) -> int:
-    if not reshape.outputs or not _keeps_rows(reshape) or is_output(graph, reshape.outputs[0]):
+    if not reshape.outputs:
         return 0
     readers = consumers(reshape.outputs[0])
-    if not readers or not all(_passes_rows(u, reshape) for u in readers):
+    composed = sum(_compose(editor, reshape, u) for u in readers if u.op == "Reshape" and not u.domain)
+    if composed or not readers or not _keeps_rows(reshape) or is_output(graph, reshape.outputs[0]):
+        return composed
+    if not all(_passes_rows(u, reshape.outputs[0]) for u in readers):
         return 0
     for reader in readers:
-        if reader.op == "Reshape":
-            _compose(editor, reshape, reader)
-        else:
-            _swap(editor, reshape, reader)
+        _swap(editor, reshape, reader)
     return len(readers)
 
 
@@ -68,47 +70,38 @@ def _keeps_rows(reshape: gs.Node) -> bool:
     return constant and min(len(before), len(after)) >= 2 and same(before[-1], after[-1])
 
 
-def _passes_rows(node: gs.Node, reshape: gs.Node) -> bool:
-    """Whether ``node`` treats every row of the reshaped tensor alike, so that the Reshape may stand behind it."""
-    x, r = reshape.inputs[0], reshape.outputs[0]
-    if node.domain:
+def _passes_rows(node: gs.Node, r: Tensor) -> bool:
+    """Whether ``node`` treats every row of ``r`` alike, so that the Reshape may stand behind it."""
+    n = shape(r)[-1]
+    if node.domain or not isinstance(n, int):
         return False
-    if node.op == "Reshape":
-        return constant_value(node.inputs[1]) is not None or same_shape(shape(x), shape(node.outputs[0]))
+    others = [t for t in node.inputs if t is not r]
     if node.op == "MatMul":
         weights = constant_value(node.inputs[1])
         return node.inputs[0] is r and weights is not None and weights.ndim == 2
-    others = [t for t in node.inputs if t is not r]
-    n = shape(r)[-1]
+    if node.op == "Slice":
+        return column_range(node) is not None
     return (
         node.op in ELEMENTWISE
-        and isinstance(n, int)
         and same_shape(shape(node.outputs[0]), shape(r))
         and all(column_value(t, n) is not None for t in others)
     )
 
 
-def _compose(editor: GraphEditor, first: gs.Node, second: gs.Node) -> None:
-    x, out = first.inputs[0], second.outputs[0]
-    if same_shape(shape(x), shape(out)) and (isinstance(x, gs.Constant) or not _both_ends(editor.graph, x, out)):
+def _compose(editor: GraphEditor, first: gs.Node, second: gs.Node) -> int:
+    x, out, target = first.inputs[0], second.outputs[0], second.inputs[1]
+    if same_shape(shape(x), shape(out)) and not (producer(x) is None and is_output(editor.graph, out)):
         editor.replace(out, x)
-        return
-    dims = shape(out)
-    target = constant_value(second.inputs[1])
-    assert target is not None
-    if np.any(target == 0):
+        return 1
+    value = constant_value(target)
+    if value is not None and np.any(value == 0) and not second.attrs.get("allowzero", 0):
         middle = shape(first.outputs[0])
-        known = [middle[i] if t == 0 else t for i, t in enumerate(target.tolist())]
+        known = [middle[i] if t == 0 else t for i, t in enumerate(value.tolist())]
         if not all(isinstance(d, int) for d in known):
-            return
-        target = np.array(known, np.int64)
-    shaped = editor.apply("Reshape", [x, editor.constant(f"{out.name}.shape", target)], dims, f"{out.name}.reshape")
-    editor.replace(out, shaped)
-
-
-def _both_ends(graph: gs.Graph, x: gs.Variable, out: gs.Variable) -> bool:
-    """Whether ``x`` is an input and ``out`` an output of the graph, so that one can't stand for the other."""
-    return producer(x) is None and is_output(graph, out)
+            return 0
+        target = editor.constant(f"{out.name}.shape", np.array(known, np.int64))
+    second.inputs = [x, target]
+    return 1
 
 
 def _swap(editor: GraphEditor, reshape: gs.Node, node: gs.Node) -> None:
@@ -116,9 +109,13 @@ def _swap(editor: GraphEditor, reshape: gs.Node, node: gs.Node) -> None:
     n = shape(out)[-1]
     target = constant_value(reshape.inputs[1])
     assert target is not None
-    inputs = [x if t is r else _as_column(editor, t, shape(r)[-1]) for t in node.inputs]
-    dtype = out.dtype
-    moved = editor.variable(f"{out.name}.rows", dtype, (*shape(x)[:-1], n))
+    if node.op == "Slice":
+        first, last = column_range(node) or (0, 0)
+        bounds = [editor.constant(f"{out.name}.bound", np.array([v])) for v in (first, last, len(shape(x)) - 1)]
+        inputs = [x, *bounds]
+    else:
+        inputs = [x if t is r else _as_column(editor, t, shape(r)[-1]) for t in node.inputs]
+    moved = editor.variable(f"{out.name}.rows", out.dtype, (*shape(x)[:-1], n))
     editor.node(node.op, inputs, [moved], node.name or out.name, **node.attrs)
     new_target = editor.constant(f"{out.name}.shape", np.array([*target[:-1], n], np.int64))
     editor.replace(out, editor.apply("Reshape", [moved, new_target], shape(out), f"{out.name}.reshape"))
