@@ -164,74 +164,67 @@ def _by_groups(have: Sequence[Dim], out: tuple[Dim, ...], before: list[Atom], af
     )
 
 
-class _Mover:
-    """One sweep over a graph."""
-
-    def __init__(self, graph: gs.Graph) -> None:
-        self.graph = graph
-        self.emitter = SizeEmitter(graph)
-        self.editor = self.emitter.editor
-        self.views: dict[str, View] = {}
-
-    def view(self, tensor: ir.Tensor) -> View:
-        """``tensor`` as a rearrangement of its chain's source."""
-        found = self.views.get(tensor.name)
-        return found if found is not None else View.of(tensor)
-
-    def follow(self, node: gs.Node) -> None:
-        """Records the view that a movement node's output is."""
-        for view in (self.view(node.inputs[0]), View.of(node.inputs[0])):
+def trace(graph: gs.Graph) -> dict[str, View]:
+    """Every movement operator's output, by name, as a rearrangement of the source of its chain."""
+    views: dict[str, View] = {}
+    for node in ir.in_order(graph):
+        if node.domain or node.op not in _MOVES or isinstance(node.inputs[0], gs.Constant):
+            continue
+        fresh = View.of(node.inputs[0])
+        for view in (views.get(node.inputs[0].name, fresh), fresh):
             if node.op == "Transpose":
                 perm = node.attrs.get("perm") or range(len(view.axes))[::-1]
                 after: View | None = view.transposed(perm)
             else:
                 after = view.reshaped(ir.shape(node.outputs[0]))
             if after is not None:
-                self.views[node.outputs[0].name] = after
-                return
+                views[node.outputs[0].name] = after
+                break
+    return views
 
-    def write(self, view: View, base: str) -> ir.Tensor:
-        """The view's tensor, computed from its root by the fewest operators."""
-        steps = plan(view)
-        x: ir.Tensor = view.root
-        for op, dims in (("Reshape", steps.split), ("Transpose", None), ("Reshape", steps.merged)):
-            if op == "Transpose" and steps.perm is not None:
-                have = ir.shape(x)
-                x = self.editor.apply(op, [x], [have[p] for p in steps.perm], f"{base}.order", perm=list(steps.perm))
-            elif op == "Reshape" and dims is not None:
-                target = reshape_target(ir.shape(x), dims)
-                x = self.editor.apply(op, [x, self.emitter.vector(dims if target is None else target)], dims, f"{base}.view")
-        return x
+
+def write(emitter: SizeEmitter, view: View, base: str) -> ir.Tensor:
+    """The view's tensor, computed from its root by the fewest operators."""
+    steps = plan(view)
+    x: ir.Tensor = view.root
+    x = x if steps.split is None else reshape(emitter, x, steps.split, base)
+    if steps.perm is not None:
+        dims = ir.shape(x)
+        order = [dims[p] for p in steps.perm]
+        x = emitter.editor.apply("Transpose", [x], order, f"{base}.order", perm=list(steps.perm))
+    return x if steps.merged is None else reshape(emitter, x, steps.merged, base)
+
+
+def reshape(emitter: SizeEmitter, x: ir.Tensor, dims: Sequence[Dim], base: str) -> gs.Variable:
+    """``x`` in the shape ``dims``."""
+    target = reshape_target(ir.shape(x), dims)
+    operand = emitter.vector(dims if target is None else target)
+    return emitter.editor.apply("Reshape", [x, operand], dims, f"{base}.view")
 
 
 def compose_movement(graph: gs.Graph) -> int:
     """Shortens every chain of movement operators that can be written with fewer; returns how many it rewrote."""
     count = _sink_scalars(graph)
-    mover = _Mover(graph)
-    for node in ir.in_order(graph):
-        if node.domain or isinstance(node.inputs[0] if node.inputs else None, gs.Constant):
-            continue
-        if node.op in _MOVES:
-            mover.follow(node)
-        elif node.op == "Slice":
-            count += _hoist_slice(mover, node)
-    ends = [n for n in graph.nodes if n.op in _MOVES and n.outputs and _ends_here(graph, mover, n.outputs[0])]
+    emitter, views = SizeEmitter(graph), trace(graph)
+    nodes = list(graph.nodes)
+    count += sum(_hoist_slice(emitter, views, n) for n in nodes if n.op == "Slice" and not n.domain)
+    ends = [n for n in nodes if n.op in _MOVES and n.outputs and _ends_here(graph, views, n.outputs[0])]
     for node in ends:
         out = node.outputs[0]
-        view = mover.views[out.name]
+        view = views[out.name]
         if len(plan(view)) < view.length:
             node.outputs.clear()
-            mover.editor.replace(out, mover.write(view, out.name))
+            emitter.editor.replace(out, write(emitter, view, out.name))
             count += 1
     return count
 
 
-def _ends_here(graph: gs.Graph, mover: _Mover, out: gs.Variable) -> bool:
+def _ends_here(graph: gs.Graph, views: dict[str, View], out: gs.Variable) -> bool:
     """Whether anything but the chain's next movement reads ``out``, which has a view."""
-    if out.name not in mover.views:
+    if out.name not in views:
         return False
     users = ir.consumers(out)
-    longer = [n for n in users if n.op in _MOVES and n.outputs and n.outputs[0].name in mover.views]
+    longer = [n for n in users if n.op in _MOVES and n.outputs and n.outputs[0].name in views]
     return ir.is_output(graph, out) or len(longer) < len(users)
 
 
@@ -265,9 +258,9 @@ def _number(editor: ir.GraphEditor, tensor: gs.Constant) -> gs.Constant:
     return tensor if not value.ndim else editor.constant(f"{tensor.name}.number", value.reshape(()))
 
 
-def _hoist_slice(mover: _Mover, node: gs.Node) -> int:
+def _hoist_slice(emitter: SizeEmitter, views: dict[str, View], node: gs.Node) -> int:
     """Slices the source of a chain instead of its end, where the slice is one range of a source axis."""
-    view = mover.views.get(node.inputs[0].name)
+    view = views.get(node.inputs[0].name)
     bounds = [ir.constant_value(t) for t in node.inputs[1:]]
     if view is None or any(b is None or b.size != 1 for b in bounds) or len(bounds) != 3:
         return 0
@@ -282,8 +275,8 @@ def _hoist_slice(mover: _Mover, node: gs.Node) -> int:
         return 0
     out, size = node.outputs[0], end - start
     dims = [size * inner if i == place else d for i, d in enumerate(ir.shape(view.root))]
-    operands = [mover.emitter.vector([v]) for v in (start * inner, end * inner, place)]
-    root = mover.editor.apply("Slice", [view.root, *operands], dims, f"{out.name}.source")
+    operands = [emitter.vector([v]) for v in (start * inner, end * inner, place)]
+    root = emitter.editor.apply("Slice", [view.root, *operands], dims, f"{out.name}.source")
     piece = [] if size == 1 else [Atom(size)]
     moved = View(
         root,
@@ -292,5 +285,5 @@ def _hoist_slice(mover: _Mover, node: gs.Node) -> int:
         view.length,
     )
     node.outputs.clear()
-    mover.editor.replace(out, mover.write(moved, out.name))
+    emitter.editor.replace(out, write(emitter, moved, out.name))
     return 1

@@ -13,6 +13,7 @@ from . import decompose_attention as _attention
 from . import simplify as _simplify
 from .builder import decompose
 from .fold import fold_constants, fold_values, inline_constants, merge_constants, merge_nodes
+from .indexing import simplify_indexing
 from .model import bind
 from .movement import compose_movement
 from .shapes import infer
@@ -60,8 +61,9 @@ def _round(graph: gs.Graph) -> int:
 
 def _rearrange(graph: gs.Graph) -> int:
     """What needs every shape: done once nothing else is left to do."""
+    changes = simplify_indexing(graph, infer(graph)) + _tidy(graph)
     infer(graph)
-    return compose_movement(graph) + _tidy(graph)
+    return changes + compose_movement(graph) + _tidy(graph)
 
 
 def _tidy(graph: gs.Graph) -> int:
