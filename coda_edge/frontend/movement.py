@@ -207,7 +207,10 @@ def compose_movement(graph: gs.Graph) -> int:
     count = _sink_scalars(graph)
     emitter, views = SizeEmitter(graph), trace(graph)
     nodes = list(graph.nodes)
-    count += sum(_hoist_slice(emitter, views, n) for n in nodes if n.op == "Slice" and not n.domain)
+    hoisted = sum(_hoist_slice(emitter, views, n) for n in nodes if n.op == "Slice" and not n.domain)
+    if hoisted:
+        # A slice that moved may have been the source of a chain: those are for the next call.
+        return count + hoisted
     ends = [n for n in nodes if n.op in _MOVES and n.outputs and _ends_here(graph, views, n.outputs[0])]
     for node in ends:
         out = node.outputs[0]

@@ -17,6 +17,7 @@ from .indexing import simplify_indexing
 from .model import bind
 from .movement import compose_movement
 from .shapes import infer
+from .spread import defer_expands
 from .sizes import emit_sizes, simplify_bounds, simplify_targets
 
 # Imported for the decompositions that they register.
@@ -62,6 +63,8 @@ def _round(graph: gs.Graph) -> int:
 def _rearrange(graph: gs.Graph) -> int:
     """What needs every shape: done once nothing else is left to do."""
     changes = simplify_indexing(graph, infer(graph)) + _tidy(graph)
+    infer(graph)
+    changes += defer_expands(graph) + _tidy(graph)
     infer(graph)
     return changes + compose_movement(graph) + _tidy(graph)
 
