@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import tvm
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.tirx.buffer import buffer_data_pointer_type, is_buffer_var
 
 STATUS = "status"
@@ -104,19 +104,11 @@ def _pipeline() -> tuple[tvm.transform.Pass, Callable[[], tvm.transform.Pass], C
     There is no StmtSimplify: it writes every bound value out at each use, and then folds ``(x + c) - c`` of floats to ``x``.
     """
     passes = [
-        s_tir.transform.CanonicalizeLoop(),
-        s_tir.transform.LowerInitBlock(),
-        s_tir.transform.PlanAndUpdateBufferAllocationLocation(),
-        s_tir.transform.ConvertBlocksToOpaque(),
-        s_tir.transform.CompactBufferAllocation(),
-        s_tir.transform.LowerMatchBuffer(),
-        s_tir.transform.LowerOpaqueBlock(),
         tirx.transform.FlattenBuffer(),
         tirx.transform.BF16ComputeLegalize(),
         tirx.transform.VectorizeLoop(True),
         tirx.transform.UnrollLoop(),
-        tirx.transform.RemoveNoOp(),
-        s_tir.transform.RewriteUnsafeSelect(),
+        tirx.transform.StmtSimplify(),
         PointerArrays(),
         tirx.transform.BF16StorageLegalize(),
     ]

@@ -18,6 +18,7 @@ Expr: TypeAlias = Any
 Buffer: TypeAlias = Any
 Index: TypeAlias = "Any | int"
 
+_LOAD = type(tirx.BufferLoad(tirx.decl_buffer((1,)), [0]))
 UNBOUNDED = 1 << 40
 """Extent given to buffers whose size is known only at run time."""
 
@@ -79,6 +80,12 @@ class Body:
         value = index(value) if isinstance(value, int) else value
         if isinstance(value, (tirx.Var, tirx.IntImm, tirx.FloatImm)):
             return value
+        if value.ty.dtype.is_float and not isinstance(value, _LOAD):
+            # TVM's simplifier replaces a variable by its pure definition, which makes trees of shared values explode;
+            # it does not look through memory, and LLVM makes a register of it.
+            local = self.alloc(lanes(value), value.ty.dtype.with_lanes(1), name)
+            self.store(local, 0, value)
+            value = load(local, 0, lanes(value))
         variable = tirx.Var(name, value.ty)
         self.emit(tirx.stmt.Bind(variable, value))
         return variable
