@@ -75,6 +75,21 @@ KERNEL(use_scratch) {
   return 0;
 }
 
+/* y[i] = (how often i was done, whether its chunk is no multiple of the grain); buffers x, y; ints grain, items */
+KERNEL(count_items) {
+  for (int64_t i = n[2]; i < n[3]; i++) {
+    AT(int32_t, 1)[2 * i] = AT(const int8_t, 0)[i] + 1;
+    AT(int32_t, 1)[2 * i + 1] = n[3] != n[1] && (n[3] - n[2]) % n[0] != 0;
+  }
+  return 0;
+}
+
+/* buffers x, y; items are bytes */
+KERNEL(copy_bytes) {
+  for (int64_t i = n[0]; i < n[1]; i++) AT(uint8_t, 1)[i] = AT(const uint8_t, 0)[i];
+  return 0;
+}
+
 KERNEL(fail) { (void)b; (void)n; return 42; }
 """
 
