@@ -1,7 +1,7 @@
 """The optimized graph as a valid ONNX model that any runtime runs, and back.
 
 Each ``coda`` node becomes a call of a model-local function in domain ``coda``, whose body is the same computation in basic
-operators. The function's name starts with the node's operator and tells what is in it (``Gemm_col_gelu_1a2b3c4d``); equal
+operators. The function's name starts with the node's operator and tells what is in it (``Gemm_bias_gelu_1a2b3c4d``); equal
 bodies are one function. The call keeps the node's attributes, such as the epilogue's text, for readers and ``from_model``.
 """
 
@@ -209,7 +209,7 @@ def _attention_body(functions: _Functions, node: gs.Node) -> _Body:
     width = node.outputs[0].shape[-1] if node.outputs[0].shape else -1
     merged = after.node("Reshape", heads, after.ints([0, 0, width if isinstance(width, int) else -1]))
     after.name_results([merged], ["Y"])
-    words = [*_words(program), *(["guard"] if node.attrs.get("guard", 0) else [])]
+    words = [*_words(program, vector="mask", tensor="mask"), *(["guard"] if node.attrs.get("guard", 0) else [])]
     return words, inputs, ["Y"], [*before.nodes, *score, *after.nodes]
 
 
@@ -273,19 +273,20 @@ _OP_WORDS = {
 }
 
 
-def _words(program: EpilogueProgram) -> list[str]:
-    """What a program does, in a few words for a name: its vectors, whole tensors, functions and layouts in order."""
+def _words(program: EpilogueProgram, vector: str = "bias", tensor: str = "residual") -> list[str]:
+    """What a program does, in a few words for a name; ``vector`` and ``tensor`` are words for what is added to the tile."""
     kinds = program.kinds()
     words: list[str] = []
     for step in program.steps:
         operands = [kinds[a] for a in step.args if isinstance(a, str)]
+        adds = step.op in ("add", "sub")
         if step.op in _OP_WORDS:
             words.append(_OP_WORDS[step.op])
-        elif step.op == "add" and program.step_kind(step) is StepKind.TILE:
-            words.append("residual")
-        elif step.op == "add" and Kind.TILE in operands and Kind.COL in operands:
-            words.append("bias")
-        elif step.op == "mul" and operands == [Kind.TILE]:
+        elif adds and program.step_kind(step) is StepKind.TILE:
+            words.append(tensor)
+        elif adds and {Kind.TILE, Kind.COL} == set(operands):
+            words.append(vector)
+        elif step.op == "mul" and program.params[0].name in step.args and len(operands) == 1:
             words.append("scale")
     if any(o.heads for o in program.outputs):
         words.append("heads")
