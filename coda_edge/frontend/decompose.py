@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import onnx_graphsurgeon as gs
 
 from .. import ir
 from .builder import Builder, decomposition
 from .shape_rules import dtype_of
+from .sizes import reshape_target
 
 
 @decomposition("LayerNormalization")
@@ -228,7 +230,7 @@ def _gemm(b: Builder) -> ir.Tensor:
     left = b("Transpose", left, perm=[1, 0]) if b.attr("transA", 0) else left
     right = b("Transpose", right, perm=[1, 0]) if b.attr("transB", 0) else right
     alpha, beta = b.attr("alpha", 1.0), b.attr("beta", 1.0)
-    if alpha != 1 and isinstance(b.node.inputs[1], ir.gs.Constant):
+    if alpha != 1 and isinstance(b.node.inputs[1], gs.Constant):
         right, alpha = b("Mul", right, alpha), 1.0
     y = b("MatMul", left, right)
     y = y if alpha == 1 else b("Mul", y, alpha)
@@ -375,20 +377,22 @@ def _constant_of_shape(b: Builder) -> ir.Tensor | None:
 
 @decomposition("Tile")
 def _tile(b: Builder) -> ir.Tensor | None:
-    x, repeats = b.node.inputs[0], ir.constant_value(b.node.inputs[1])
-    dims = ir.shape(x)
-    if repeats is None:
+    """An Expand, of a new axis before each repeated one that is longer than 1."""
+    x, given = b.node.inputs[0], ir.constant_value(b.node.inputs[1])
+    if given is None:
         return None
-    if all(r == 1 for r in repeats):
-        return x
-    many = [i for i, r in enumerate(repeats) if r != 1]
-    if any(not isinstance(d, int) for i, d in enumerate(dims) if i in many) or len([d for d in dims if not isinstance(d, int)]) > 1:
+    dims, repeats = ir.shape(x), given.tolist()
+    long = [r != 1 and d != 1 for d, r in zip(dims, repeats, strict=True)]
+    if not any(long):
+        return b("Expand", x, repeats)
+    split = [d for dim, new in zip(dims, long, strict=True) for d in ((1, dim) if new else (dim,))]
+    times = [r for r, new in zip(repeats, long, strict=True) for r in ((r, 1) if new else (r,))]
+    spread = [d if r == 1 else d * r for d, r in zip(split, times, strict=True)]
+    before = reshape_target(dims, split)
+    after = reshape_target(spread, [d * r for d, r in zip(dims, repeats, strict=True)])
+    if before is None or after is None:
         return None
-    split = [v for i, d in enumerate(dims) for v in ((1, d) if i in many else (d,))]
-    target = [v for i, (d, r) in enumerate(zip(dims, repeats.tolist(), strict=True)) for v in ((r, 1) if i in many else (1,))]
-    merged = [d * r if isinstance(d, int) else -1 for d, r in zip(dims, repeats.tolist(), strict=True)]
-    spread = b("Expand", b("Reshape", x, [v if isinstance(v, int) else -1 for v in split]), target)
-    return b("Reshape", spread, merged)
+    return b("Reshape", b("Expand", b("Reshape", x, before), times), after)
 
 
 @decomposition("Trilu")

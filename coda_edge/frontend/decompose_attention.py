@@ -27,7 +27,7 @@ def _attention(b: Builder) -> list[ir.Tensor]:
     heads = b.attr("q_num_heads", 0) if flat else dims[1]
     key_heads = b.attr("kv_num_heads", 0) if flat else ir.shape(k)[1]
     depth = _depth(b, heads) if flat else dims[3]
-    if not all(isinstance(n, int) for n in (heads, key_heads, depth)):
+    if not isinstance(heads, int) or not isinstance(key_heads, int) or not isinstance(depth, int):
         raise UnsupportedOperator("Attention", b.node.name, "the number and the width of its heads must be fixed")
     if flat:
         q, k, v = (split_heads(b, x, n) for x, n in ((q, heads), (k, key_heads), (v, key_heads)))

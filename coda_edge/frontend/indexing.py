@@ -102,8 +102,10 @@ class _Analysis:
     def _formula(self, node: gs.Node, dims: tuple[Dim, ...], views: dict[str, View]) -> Formula | None:
         if node.op == "Range":
             start, step = (self.of(node.inputs[i]) for i in (0, 2))
-            return None if start is None or step is None else Formula(
-                simplify(start.value + step.value * axis_symbol(0)), dims
+            return (
+                None
+                if start is None or step is None
+                else Formula(simplify(start.value + step.value * axis_symbol(0)), dims)
             )
         operands = [self.of(t) for t in node.inputs]
         if not operands or operands[0] is None:
@@ -284,7 +286,7 @@ class _Rewriter:
         pieces = [indices] if parts is None else list(parts.inputs)
         dims = ir.shape(indices)
         rank = len(dims) - 1
-        if parts is not None and parts.attrs["axis"] % len(dims) != rank or len(pieces) != dims[-1]:
+        if (parts is not None and parts.attrs["axis"] % len(dims) != rank) or len(pieces) != dims[-1]:
             return None
         formulas = [self.analysis.of(p) for p in pieces]
         if any(f is None for f in formulas):

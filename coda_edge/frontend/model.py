@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from keyword import iskeyword
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 import onnx
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import external_data_helper, inliner, version_converter
 
 from ..errors import InvalidModel, ShapeError
@@ -127,12 +128,11 @@ def _name_inputs(graph: onnx.GraphProto) -> None:
 
 def _size_name(name: str) -> str:
     """``name`` if expressions can contain it, else with every odd character replaced; '' if nothing of it is left."""
-    if name.isidentifier() or not isinstance(parse_dim(name), int) and str(parse_dim(name)) != name.strip():
-        return name
-    if not isinstance(parse_dim(name), int) and all(s.name.isidentifier() for s in parse_dim(name).free_symbols):
+    dim = parse_dim(name)
+    if not isinstance(dim, int) and all(s.name.isidentifier() and not iskeyword(s.name) for s in dim.free_symbols):
         return name
     cleaned = re.sub(r"\W+", "_", name).strip("_")
-    return cleaned if cleaned.isidentifier() else f"size_{cleaned}" if cleaned else ""
+    return cleaned if cleaned.isidentifier() and not iskeyword(cleaned) else f"size_{cleaned}" if cleaned else ""
 
 
 def bind(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int | str]] | None) -> None:

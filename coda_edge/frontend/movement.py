@@ -7,6 +7,7 @@ as nothing when it changes nothing. A scalar operator inside a chain moves behin
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,12 +144,12 @@ def _by_result(view: View, have: Sequence[Dim], out: tuple[Dim, ...], before: li
 
 
 def _in_a_row(group: list[Atom], where: dict[Atom, int]) -> bool:
-    return all(where[b] == where[a] + 1 for a, b in zip(group, group[1:], strict=False))
+    return all(where[b] == where[a] + 1 for a, b in itertools.pairwise(group))
 
 
 def _by_groups(have: Sequence[Dim], out: tuple[Dim, ...], before: list[Atom], after: list[Atom]) -> Steps:
     """Splits into the largest groups that stay together, permutes, and merges."""
-    following = dict(zip(after, after[1:], strict=False))
+    following = dict(itertools.pairwise(after))
     groups: list[list[Atom]] = []
     for atom in before:
         if groups and following.get(groups[-1][-1]) is atom:
@@ -159,9 +160,7 @@ def _by_groups(have: Sequence[Dim], out: tuple[Dim, ...], before: list[Atom], af
     where = {group[0]: i for i, group in enumerate(groups)}
     perm = tuple(where[a] for a in after if a in where)
     permuted = tuple(split[p] for p in perm)
-    return Steps(
-        None if ir.same_shape(split, have) else split, perm, None if ir.same_shape(permuted, out) else out
-    )
+    return Steps(None if ir.same_shape(split, have) else split, perm, None if ir.same_shape(permuted, out) else out)
 
 
 def trace(graph: gs.Graph) -> dict[str, View]:
@@ -239,16 +238,16 @@ def _sink_scalars(graph: gs.Graph) -> int:
         if node.op not in _MOVES or node.domain:
             continue
         scalar = ir.made_by(node.inputs[0], *_SCALAR)
-        if scalar is None or ir.sole_consumer(graph, node.inputs[0]) is not node:
+        if scalar is None or ir.sole_consumer(graph, node.inputs[0]) is None:
             continue
-        data = [t for t in scalar.inputs if isinstance(t, gs.Variable) and ir.made_by(t, *_MOVES) is not None]
-        others = [t for t in scalar.inputs if not any(t is d for d in data)]
-        if len(data) != 1 or len(scalar.inputs) - len(others) != 1 or any(ir.scalar_value(t) is None for t in others):
+        data = next((t for t in scalar.inputs if ir.made_by(t, *_MOVES) is not None), None)
+        others = [t for t in scalar.inputs if t is not data]
+        if data is None or len(others) != len(scalar.inputs) - 1 or any(ir.scalar_value(t) is None for t in others):
             continue
         out = node.outputs[0]
-        middle = editor.variable(f"{out.name}.moved", data[0].dtype, ir.shape(out))
-        scalar.inputs = [middle if t is data[0] else _number(editor, t) for t in scalar.inputs]
-        node.inputs[0] = data[0]
+        middle = editor.variable(f"{out.name}.moved", data.dtype, ir.shape(out))
+        scalar.inputs = [middle if t is data else _number(editor, t) for t in scalar.inputs]
+        node.inputs[0] = data
         node.outputs = [middle]
         scalar.outputs = [out]
         count += 1

@@ -17,8 +17,8 @@ from .indexing import simplify_indexing
 from .model import bind
 from .movement import compose_movement
 from .shapes import infer
-from .spread import defer_expands
 from .sizes import emit_sizes, simplify_bounds, simplify_targets
+from .spread import defer_expands
 
 # Imported for the decompositions that they register.
 _TABLES = (_simplify, _basic, _attention)

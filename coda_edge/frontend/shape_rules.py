@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import sympy
 
-from ..symbolic import Dim, divide, nonnegative, product, same, simplify
+from ..symbolic import Dim, divide, product, simplify
 from .shapes import Call, Type, shape_rule
 
 INT64 = np.dtype(np.int64)
@@ -209,7 +209,7 @@ def _reshape(call: Call) -> list[Type]:
         return [(call.dtype(), tuple(call.fresh(i) for i in range(rank)))]
     out: list[Dim] = []
     inferred = None
-    for axis, dim in enumerate(target.flat):
+    for axis, dim in enumerate(target.tolist()):
         if dim == 0 and not call.attr("allowzero", 0):
             if axis >= len(dims):
                 raise call.error(f"target {list(target)} keeps axis {axis}, which the input does not have")
@@ -541,10 +541,10 @@ def _resize(call: Call) -> list[Type]:
     if sizes is not None and sizes.size:
         if call.attr("keep_aspect_ratio_policy", "stretch") != "stretch":
             raise call.error("keep_aspect_ratio_policy is only known as 'stretch'")
-        for axis, size in zip(axes, sizes.flat, strict=True):
+        for axis, size in zip(axes, sizes.tolist(), strict=True):
             dims[axis] = size
     elif scales is not None and scales.size:
-        for axis, scale in zip(axes, scales.flat, strict=True):
+        for axis, scale in zip(axes, scales.tolist(), strict=True):
             whole = int(scale) if float(scale).is_integer() else sympy.Rational(str(scale))
             dim = dims[axis]
             dims[axis] = int(np.floor(dim * scale)) if isinstance(dim, int) else simplify(sympy.floor(dim * whole))

@@ -68,16 +68,19 @@ class Equalities:
     def equate(self, a: Dim, b: Dim) -> bool:
         """Assumes ``a = b`` by solving for their latest symbol; False if no symbol can be solved for."""
         difference = sympy.expand(sympy.sympify(self.resolve(a)) - sympy.sympify(self.resolve(b)))
-        latest_first = sorted(difference.free_symbols, key=lambda s: (self._rank.get(s, len(self._rank)), s.name))[::-1]
-        for s in latest_first:
+        solutions = []
+        for s in sorted(difference.free_symbols, key=lambda s: (self._rank.get(s, len(self._rank)), s.name))[::-1]:
             factor = difference.coeff(s)
             rest = sympy.expand(difference - factor * s)
-            if factor in (1, -1) and s not in rest.free_symbols:
-                value = sympy.expand(-rest / factor)
-                if value.is_integer and value.is_negative is not True:
-                    self.known = {k: v.xreplace({s: value}) for k, v in self.known.items()} | {s: value}
-                    return True
-        return False
+            value = sympy.expand(-rest / factor) if factor in (1, -1) else None
+            if value is not None and s not in rest.free_symbols and value.is_integer and not value.is_negative:
+                solutions.append((s, value))
+        if not solutions:
+            return False
+        # A sum is better than a difference, which might be negative.
+        s, value = next((found for found in solutions if found[1].is_nonnegative), solutions[0])
+        self.known = {k: v.xreplace({s: value}) for k, v in self.known.items()} | {s: value}
+        return True
 
 
 class Call:

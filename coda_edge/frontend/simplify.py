@@ -122,7 +122,6 @@ def _cast_of_bool(b: Builder) -> ir.Tensor | None:
     return inner.inputs[0] if inner is not None and is_bool and np.dtype(inner.inputs[0].dtype).kind == "b" else None
 
 
-
 @decomposition("Slice")
 def _slice(b: Builder) -> ir.Tensor | None:
     """Constant bounds on sorted, non-negative axes, clipped where sizes are known; axes that are kept whole go."""

@@ -124,7 +124,9 @@ def reshape_target(dims: Sequence[Dim], out: Sequence[Dim]) -> list[int] | None:
 def expand_target(dims: Sequence[Dim], out: Sequence[Dim]) -> list[Dim]:
     """An Expand target from ``dims`` to ``out``: 1 wherever nothing is repeated."""
     padded = [1] * (len(out) - len(dims)) + list(dims)
-    return [1 if i >= len(out) - len(dims) and same(d, o) else o for i, (d, o) in enumerate(zip(padded, out, strict=True))]
+    return [
+        1 if i >= len(out) - len(dims) and same(d, o) else o for i, (d, o) in enumerate(zip(padded, out, strict=True))
+    ]
 
 
 def simplify_targets(graph: gs.Graph) -> int:
@@ -166,7 +168,7 @@ def emit_sizes(graph: gs.Graph, info: SymbolicInfo) -> None:
 
 
 def _integers(value: Values) -> bool:
-    return all(isinstance(v, int) or isinstance(v, sympy.Expr) and v.is_integer for v in value.flat)
+    return all(isinstance(v, int) or (isinstance(v, sympy.Expr) and v.is_integer) for v in value.flat)
 
 
 def simplify_bounds(graph: gs.Graph, info: SymbolicInfo) -> int:

@@ -89,7 +89,9 @@ def _through_view(emitter: SizeEmitter, user: gs.Node, spread: gs.Variable, x: i
     wide, out = ir.shape(spread), ir.shape(user.outputs[0])
     narrow = [1] * (len(wide) - len(ir.shape(x))) + list(ir.shape(x))
     start = View.of(gs.Variable("x", shape=[format_dim(d) for d in wide]))
-    repeated = {id(start.source[i][0]) for i, (n, w) in enumerate(zip(narrow, wide, strict=True)) if not same(n, w) and w != 1}
+    repeated = {
+        id(start.source[i][0]) for i, (n, w) in enumerate(zip(narrow, wide, strict=True)) if not same(n, w) and w != 1
+    }
     if user.op == "Transpose":
         end: View | None = start.transposed(user.attrs.get("perm") or range(len(wide))[::-1])
     else:

@@ -56,13 +56,13 @@ def _max(a: Scalar, b: Scalar) -> Scalar:
 
 
 def floor_divide(a: Dim, b: Dim) -> Dim | None:
-    """``a // b`` of an integer division that rounds to zero, where both are known to be non-negative."""
+    """``a / b`` rounded to zero; None if that depends on their signs, which are not known."""
     if isinstance(a, int) and isinstance(b, int):
-        return None if b == 0 else int(a / b) if abs(a) < 2**53 else a // b
+        return None if b == 0 else abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
     exact = divide(a, b)
-    if exact is not None:
+    if exact is not None or not (nonnegative(a) and nonnegative(b)):
         return exact
-    return simplify(sympy.floor(a / b)) if nonnegative(a) and nonnegative(b) else None
+    return simplify(sympy.floor(a / b))
 
 
 def sign(difference: Scalar) -> int | None:
