@@ -24,6 +24,7 @@ from coda_edge.ir import (
     Tensor,
     constant_value,
     in_order,
+    is_output,
     made_by,
     producer,
     remove_dead,
@@ -79,7 +80,7 @@ def _match(graph: gs.Graph, softmax: gs.Node) -> _Match:
     probabilities, v = output.inputs
     if constant_value(v) is not None or producer(probabilities) is producer(v):
         raise Refused("the probabilities do not multiply a run-time tensor of values")
-    product, between = _scores(graph, scores)
+    product, between = _scores(graph, scores, softmax)
     return _Match(product, between, output, v, guard)
 
 
@@ -99,7 +100,7 @@ def _consumer(graph: gs.Graph, p: Tensor) -> tuple[gs.Node, bool]:
     raise Refused("the probabilities are read by something else than one MatMul with the values")
 
 
-def _scores(graph: gs.Graph, scores: Tensor) -> tuple[gs.Node, list[gs.Node]]:
+def _scores(graph: gs.Graph, scores: Tensor, softmax: gs.Node) -> tuple[gs.Node, list[gs.Node]]:
     """The MatMul q·kᵀ, and the elementwise nodes from it to ``scores``."""
     region: dict[int, gs.Node] = {}
     products: dict[int, gs.Node] = {}
@@ -119,7 +120,7 @@ def _scores(graph: gs.Graph, scores: Tensor) -> tuple[gs.Node, list[gs.Node]]:
     below = _below(graph, product, region)
     for node in (product, *below):
         for out in node.outputs:
-            if out is not scores and any(id(u) not in region for u in out.outputs):
+            if is_output(graph, out) or any(id(u) not in region and u is not softmax for u in out.outputs):
                 raise Refused(f"the scores are also read outside (tensor '{out.name}')")
     return product, below
 

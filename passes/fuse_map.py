@@ -26,6 +26,7 @@ from coda_edge.ir import (
     is_output,
     remove_dead,
     remove_nodes,
+    sort,
 )
 
 from .base import Pass, PassLog, sources
@@ -51,6 +52,7 @@ def run(graph: gs.Graph, log: PassLog) -> int:
         count += 1
     if count:
         remove_dead(graph)
+        sort(graph)
     return count
 
 

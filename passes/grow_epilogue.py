@@ -41,7 +41,7 @@ from coda_edge.ir import (
 from .base import Pass, PassLog, sources
 from .region import Refused, Region, row_kind
 
-_REDUCTIONS = {"ReduceMean": "mean", "ReduceSum": "sum", "ReduceMax": "max", "ReduceSumSquare": "sumsq"}
+_REDUCTIONS = {"ReduceMean": "mean", "ReduceSum": "sum", "ReduceMax": "rowmax", "ReduceSumSquare": "sumsq"}
 
 
 @dataclass(frozen=True)

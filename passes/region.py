@@ -10,6 +10,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from coda_edge.epilogue.builder import Builder
+from coda_edge.epilogue.ops import OPERATORS
 from coda_edge.epilogue.program import Argument, EpilogueProgram, Kind, Param
 from coda_edge.errors import ShapeError
 from coda_edge.ir import (
@@ -133,12 +134,18 @@ class Region:
             if target not in DTYPES:
                 raise Refused(f"a cast to {target} is not done in an epilogue")
             return self.builder.add(op, args[0], to=DTYPES[target])
+        if OPERATORS[op].commutes:
+            args.sort(key=self._rank)
         if node.op not in ("Min", "Max"):
             return self.builder.add(op, *args)
         value = args[0]
         for arg in args[1:]:
             value = self.builder.add(op, value, arg)
         return str(value)
+
+    def _rank(self, arg: Argument) -> int:
+        """One order for the operands of commuting operators, so that equal epilogues have equal text."""
+        return 2 if isinstance(arg, float) else int(arg in self._operands)
 
     def argument(self, tensor: Tensor) -> Argument:
         """The value, literal or operand that stands for ``tensor``."""
