@@ -144,6 +144,13 @@ def one_node(
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
     model.ir_version = helper.find_min_ir_version_for(model.opset_import, ignore_unknown=True)
+    model = onnx.shape_inference.infer_shapes(model)
+    for output in model.graph.output:
+        if not output.type.tensor_type.HasField("shape"):
+            # Where onnx infers nothing, the output has the dtype and rank of the first input.
+            like = values[0].type.tensor_type
+            unknown = [None] * len(like.shape.dim)
+            output.CopyFrom(helper.make_tensor_value_info(output.name, like.elem_type, unknown))
     return model
 
 

@@ -96,9 +96,7 @@ def _group_norm(b: Builder) -> ir.Tensor | None:
         return None
     grouped = b("Reshape", x, [0, groups, channels // groups, *dims[2:]])
     y, _, _ = standardize(b, grouped, list(range(2, b.rank() + 1)), b.attr("epsilon", 1e-5), b.attr("stash_type", 1))
-    # Up to opset 20 scale and bias are per group, from 21 per channel.
-    per_group = ir.shape(scale)[0] == groups and channels != groups
-    target = [groups] + [1] * (b.rank() - 1) if per_group else [groups, channels // groups] + [1] * (b.rank() - 2)
+    target = [groups, channels // groups] + [1] * (b.rank() - 2)
     y = scale_shift(b, y, b("Reshape", scale, target), b("Reshape", bias, target))
     return b("Reshape", y, [0, channels, *dims[2:]])
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from .. import ir
 from ..errors import UnsupportedOperator
+from ..symbolic import Dim
 from .builder import Builder, decomposition
 from .shape_rules import dtype_of
 
@@ -26,8 +27,8 @@ def _attention(b: Builder) -> list[ir.Tensor]:
     flat = len(dims) == 3
     heads = b.attr("q_num_heads", 0) if flat else dims[1]
     key_heads = b.attr("kv_num_heads", 0) if flat else ir.shape(k)[1]
-    depth = _depth(b, heads) if flat else dims[3]
-    if not isinstance(heads, int) or not isinstance(key_heads, int) or not isinstance(depth, int):
+    depth, value_depth = (_depth(b, 0, heads), _depth(b, 2, key_heads)) if flat else (dims[3], ir.shape(v)[3])
+    if not isinstance(depth, int) or not all(isinstance(n, int) for n in (heads, key_heads, value_depth)):
         raise UnsupportedOperator("Attention", b.node.name, "the number and the width of its heads must be fixed")
     if flat:
         q, k, v = (split_heads(b, x, n) for x, n in ((q, heads), (k, key_heads), (v, key_heads)))
@@ -36,7 +37,7 @@ def _attention(b: Builder) -> list[ir.Tensor]:
         k, v = b("Concat", past, k, axis=2), b("Concat", b.input(5), v, axis=2)
     outputs: list[ir.Tensor] = [k, v]
     if key_heads != heads:
-        k, v = (repeat_heads(b, x, key_heads, heads // key_heads) for x in (k, v))
+        k, v = (repeat_heads(b, x, key_heads, heads // key_heads, d) for x, d in ((k, depth), (v, value_depth)))
     scale = b.attr("scale", 0.0) or 1 / math.sqrt(depth)
     scores = scaled = b("Mul", b("MatMul", q, b("Transpose", k, perm=[0, 1, 3, 2])), float(scale))
     if b.attr("softcap", 0.0):
@@ -55,8 +56,8 @@ def _attention(b: Builder) -> list[ir.Tensor]:
     return [y, *outputs, debug][: len(b.node.outputs)]
 
 
-def _depth(b: Builder, heads: int) -> int | None:
-    width = ir.shape(b.node.inputs[0])[2]
+def _depth(b: Builder, index: int, heads: int) -> Dim | None:
+    width = ir.shape(b.node.inputs[index])[2]
     return width // heads if isinstance(width, int) and heads else None
 
 
@@ -65,11 +66,9 @@ def split_heads(b: Builder, x: ir.Tensor, heads: int) -> ir.Tensor:
     return b("Transpose", b("Reshape", x, [0, 0, heads, -1]), perm=[0, 2, 1, 3])
 
 
-def repeat_heads(b: Builder, x: ir.Tensor, heads: int, times: int) -> ir.Tensor:
+def repeat_heads(b: Builder, x: ir.Tensor, heads: int, times: int, depth: Dim) -> ir.Tensor:
     """``[B, Hk, S, D]`` as ``[B, Hk·times, S, D]``, each head ``times`` times in a row."""
     spread = b("Expand", b("Unsqueeze", x, [2]), [1, 1, times, 1, 1])
-    # Not [0, Hk·times, -1, D]: the rows may be none.
-    depth = ir.shape(b.node.inputs[1])[-1] if len(ir.shape(b.node.inputs[1])) == 4 else -1
     return b("Reshape", spread, [0, heads * times, -1, depth])
 
 

@@ -62,13 +62,14 @@ def floor_divide(a: Dim, b: Dim) -> Dim | None:
     exact = divide(a, b)
     if exact is not None or not (nonnegative(a) and nonnegative(b)):
         return exact
-    return simplify(sympy.floor(a / b))
+    whole: Dim = sympy.floor(a / b)
+    return simplify(whole)
 
 
 def sign(difference: Scalar) -> int | None:
     """−1, 0 or 1 as ``difference`` is for all sizes; 1 also for "at least 0"; None if it depends on them."""
     if not isinstance(difference, sympy.Expr):
-        return (difference > 0) - (difference < 0)
+        return int(difference > 0) - int(difference < 0)
     if difference.is_nonnegative:
         return 1
     return -1 if difference.is_negative else None
