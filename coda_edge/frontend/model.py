@@ -36,6 +36,8 @@ def load(source: Source) -> onnx.ModelProto:
     model, name = _read(source)
     if not model.HasField("graph") or not model.opset_import:
         raise InvalidModel(f"{name} is not an ONNX model: it holds no graph")
+    # Before version 4, initializers had to be inputs too, which they are no longer after this.
+    model.ir_version = max(model.ir_version, 4)
     weights = _take_weights(model.graph)
     _check(model, name)
     if model.functions:
@@ -114,9 +116,31 @@ def _convert(model: onnx.ModelProto, name: str) -> onnx.ModelProto:
         return version_converter.convert_version(model, OPSET)
     except (RuntimeError, onnx.shape_inference.InferenceError) as error:
         raise InvalidModel(
-            f"{name} is of opset {version} and cannot be converted to {OPSET}: {_line(error)}; "
+            f"{name} is of opset {version} and cannot be converted to {OPSET}: {_culprit(model)}{_line(error)}; "
             f"export it with opset {OPSET} or later"
         ) from error
+
+
+def _culprit(model: onnx.ModelProto) -> str:
+    """The first node that cannot be converted by itself, for the message."""
+    inferred = onnx.shape_inference.infer_shapes(model).graph
+    types = {v.name: v for v in (*inferred.input, *inferred.value_info, *inferred.output)}
+    constants = {i.name: i for i in model.graph.initializer}
+    for node in model.graph.node:
+        graph = onnx.helper.make_graph(
+            [node],
+            "one",
+            [types[n] for n in node.input if n in types],
+            [types[n] for n in node.output if n in types],
+            [constants[n] for n in node.input if n in constants],
+        )
+        try:
+            version_converter.convert_version(
+                onnx.helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version), OPSET
+            )
+        except (RuntimeError, onnx.shape_inference.InferenceError):
+            return f"{node.op_type} (node '{node.name or node.output[0]}') stands in the way: "
+    return ""
 
 
 def _name_inputs(graph: onnx.GraphProto) -> None:
