@@ -2,8 +2,8 @@
  *
  *   embed model.coda 101 7592 2088 102
  *
- * The model takes int64 tensors [batch, sequence]: token ids, a mask (1: a token), and others (token types) that may be 0;
- * its first output is float32 [batch, sequence, width].
+ * The model takes int64 tensors [batch, sequence]: token ids, a mask (1: a token), and others (token types) that may be
+ * 0; its first output is float32 [batch, sequence, width].
  */
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,14 +1,17 @@
 /* coda.h: the C interface of the coda-edge runtime.
  *
- * A *model* is an opened bundle: weights, plan and kernels. It never changes, so threads may share it. A *session* runs a
- * model: it owns the working memory and the worker threads.
+ * A *model* is an opened bundle: weights, plan and kernels. It never changes, so threads may share it. A *session* runs
+ * a model: it owns the working memory and the worker threads.
  *
  * Ownership: what an `open` or `create` function returns belongs to the caller, who gives it back to the `free` function
  * of its type; NULL may be given back. Strings and arrays that a query returns belong to the model or session asked.
+ *
  * Threads: functions on a model may be called from any thread at any time. A session serves one thread at a time;
  * different sessions of one model run side by side. The library has no global state.
+ *
  * Errors: a function that can fail returns a code, and writes code and message into `error` unless that is NULL. After
  * a failure the object may be used on; only the call failed. The library never exits, and prints nothing.
+ *
  * Memory: `coda_session_run` allocates nothing when it meets a shape that it has met before.
  */
 #ifndef CODA_H
@@ -36,12 +39,12 @@ extern "C" {
 typedef enum coda_code {
   CODA_OK = 0,
   CODA_ERROR_ARGUMENT = 1, /* the call itself is wrong: NULL where something is needed, a session already in use */
-  CODA_ERROR_MEMORY = 2,   /* memory or threads could not be had */
-  CODA_ERROR_FILE = 3,     /* the file could not be opened or mapped */
-  CODA_ERROR_BUNDLE = 4,   /* truncated, altered, of another version, or contradicting itself */
-  CODA_ERROR_TARGET = 5,   /* built for another CPU */
-  CODA_ERROR_SHAPE = 6,    /* an input is missing, or its type or dimensions do not fit */
-  CODA_ERROR_DATA = 7      /* a kernel met a value that it cannot process, such as an index out of range */
+  CODA_ERROR_MEMORY = 2, /* memory or threads could not be had */
+  CODA_ERROR_FILE = 3, /* the file could not be opened or mapped */
+  CODA_ERROR_BUNDLE = 4, /* truncated, altered, of another version, or contradicting itself */
+  CODA_ERROR_TARGET = 5, /* built for another CPU */
+  CODA_ERROR_SHAPE = 6, /* an input is missing, or its type or dimensions do not fit */
+  CODA_ERROR_DATA = 7 /* a kernel met a value that it cannot process, such as an index out of range */
 } coda_code;
 
 typedef struct coda_error {
@@ -71,8 +74,8 @@ typedef struct coda_session coda_session;
 
 /* A tensor in the caller's memory, row-major without gaps. An all-zero coda_tensor is one that was not given. */
 typedef struct coda_tensor {
-  void *data;    /* aligned to its element; inputs are only read */
-  size_t bytes;  /* size of the memory at data */
+  void *data; /* aligned to its element; inputs are only read */
+  size_t bytes; /* size of the memory at data */
   int32_t dtype; /* a coda_dtype */
   int32_t rank;
   int64_t dims[CODA_MAX_RANK];
@@ -83,8 +86,8 @@ typedef struct coda_tensor_info {
   const char *name;
   int32_t dtype;
   int32_t rank;
-  int64_t dims[CODA_MAX_RANK];            /* the size, or -1 where it depends on the inputs */
-  const char *dim_text[CODA_MAX_RANK];    /* the size in words: "384", "batch", "past + seq" */
+  int64_t dims[CODA_MAX_RANK]; /* the size, or -1 where it depends on the inputs */
+  const char *dim_text[CODA_MAX_RANK]; /* the size in words: "384", "batch", "past + seq" */
 } coda_tensor_info;
 
 /* What a model says about one kernel call of its plan. */
@@ -102,7 +105,8 @@ typedef struct coda_step_profile {
   int64_t bytes; /* read and written, each tensor once */
 } coda_step_profile;
 
-/* Memory for a session's arena, scratch and tables. `allocate` returns NULL when it cannot; `alignment` is a power of two. */
+/* Memory for a session's arena, scratch and tables. `allocate` returns NULL when it cannot; `alignment` is a power of
+ * two. */
 typedef struct coda_allocator {
   void *(*allocate)(void *context, size_t bytes, size_t alignment);
   void (*release)(void *context, void *data, size_t bytes);
@@ -110,9 +114,9 @@ typedef struct coda_allocator {
 } coda_allocator;
 
 typedef struct coda_session_options {
-  size_t size;                     /* sizeof(coda_session_options): tells which fields the caller knows */
-  int32_t threads;                 /* 0: the cores that this process may use */
-  int32_t spin_us;                 /* how long idle workers spin before they sleep; -1: the default, 500 */
+  size_t size; /* sizeof(coda_session_options): tells which fields the caller knows */
+  int32_t threads; /* 0: the cores that this process may use */
+  int32_t spin_us; /* how long idle workers spin before they sleep; -1: the default, 500 */
   const coda_allocator *allocator; /* NULL: the system's; copied, its context must outlive the session */
 } coda_session_options;
 
@@ -144,8 +148,8 @@ CODA_API const char *coda_dtype_name(int32_t dtype);
  * other than loading its kernel library; a bundle is as trusted as any shared library. */
 CODA_API coda_code coda_model_open(const char *path, coda_model **model, coda_error *error);
 
-/* Opens a bundle in memory. `data` is not copied: it must be aligned to 64 bytes, and stay as it is until the model and all its
- * sessions are freed. */
+/* Opens a bundle in memory. `data` is not copied: it must be aligned to 64 bytes, and stay as it is until the model and
+ * all its sessions are freed. */
 CODA_API coda_code coda_model_open_memory(const void *data, size_t size, coda_model **model, coda_error *error);
 
 /* Gives up the caller's hold. Sessions hold their model themselves, so this may come before theirs. */
@@ -179,15 +183,17 @@ CODA_API void coda_session_free(coda_session *session);
 
 CODA_API int32_t coda_session_threads(const coda_session *session);
 
-/* The outputs' types and dimensions for these inputs, without running: fills dtype, rank, dims and bytes of each output,
- * and leaves data alone. The data of inputs is not read. */
-CODA_API coda_code coda_session_shapes(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs, coda_error *error);
+/* The outputs' types and dimensions for these inputs, without running: fills dtype, rank, dims and bytes of each
+ * output, and leaves data alone. The data of inputs is not read. */
+CODA_API coda_code coda_session_shapes(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs,
+                                       coda_error *error);
 
 /* Runs the model. `inputs` and `outputs` are in the model's order, one for each input and output.
  * An output with data is written there; its `bytes` must suffice, and it may overlap no other tensor. An output whose
  * data is NULL is set to memory of the session, which is valid until the next run or the session's end.
  * dtype, rank, dims and bytes of every output are filled. */
-CODA_API coda_code coda_session_run(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs, coda_error *error);
+CODA_API coda_code coda_session_run(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs,
+                                    coda_error *error);
 
 /* The steps of the last run, in order, into steps[0, capacity); returns how many there are: 0 before the first run. */
 CODA_API size_t coda_session_profile(const coda_session *session, coda_step_profile *steps, size_t capacity);

@@ -18,21 +18,24 @@ namespace {
 
 [[noreturn]] void raise(const coda_error &error) {
   static const std::map<coda_code, const char *> classes = {
-      {CODA_ERROR_FILE, "BundleError"},   {CODA_ERROR_BUNDLE, "BundleError"}, {CODA_ERROR_TARGET, "TargetError"},
-      {CODA_ERROR_SHAPE, "ShapeError"},   {CODA_ERROR_DATA, "DataError"},
+      {CODA_ERROR_FILE, "BundleError"}, {CODA_ERROR_BUNDLE, "BundleError"}, {CODA_ERROR_TARGET, "TargetError"},
+      {CODA_ERROR_SHAPE, "ShapeError"}, {CODA_ERROR_DATA, "DataError"},
   };
   if (error.code == CODA_ERROR_MEMORY) {
     PyErr_SetString(PyExc_MemoryError, error.message);
   } else {
     const auto found = classes.find(error.code);
-    const nb::object type = nb::module_::import_("coda_edge.errors").attr(found == classes.end() ? "CodaError" : found->second);
+    const nb::object type =
+        nb::module_::import_("coda_edge.errors").attr(found == classes.end() ? "CodaError" : found->second);
     PyErr_SetString(type.ptr(), error.message);
   }
   throw nb::python_error();
 }
 
 // Strings of a bundle should be UTF-8; one that is not must still be shown.
-nb::str text(const char *s) { return nb::steal<nb::str>(PyUnicode_DecodeUTF8(s, (Py_ssize_t)std::strlen(s), "replace")); }
+nb::str text(const char *s) {
+  return nb::steal<nb::str>(PyUnicode_DecodeUTF8(s, (Py_ssize_t)std::strlen(s), "replace"));
+}
 
 // A run's tensors, and the buffers that keep their memory in place.
 class Tensors {
@@ -162,7 +165,9 @@ public:
   void run(const nb::list &inputs, const nb::list &outputs) {
     const Tensors given(inputs, false);
     Tensors results(outputs, true);
-    call([&](coda_error *error) { return coda_session_run(session_, given.tensors.data(), results.tensors.data(), error); });
+    call([&](coda_error *error) {
+      return coda_session_run(session_, given.tensors.data(), results.tensors.data(), error);
+    });
   }
 
   nb::list profile() {
@@ -234,9 +239,11 @@ NB_MODULE(_runtime, m) {
   nb::class_<Session>(m, "Session")
       .def(nb::init<nb::object, int32_t>(), nb::arg("source"), nb::arg("threads"))
       .def("close", &Session::close)
-      .def("tensors", &Session::tensors, nb::arg("outputs"), "(name, element type, dims) of each input, or of each output.")
+      .def("tensors", &Session::tensors, nb::arg("outputs"),
+           "(name, element type, dims) of each input, or of each output.")
       .def("metadata", &Session::metadata)
-      .def("shapes", &Session::shapes, nb::arg("inputs"), "The outputs' dims for inputs given as (element type, array) or None.")
+      .def("shapes", &Session::shapes, nb::arg("inputs"),
+           "The outputs' dims for inputs given as (element type, array) or None.")
       .def("run", &Session::run, nb::arg("inputs"), nb::arg("outputs"))
       .def("profile", &Session::profile, "(name, seconds, flops, bytes) of each step of the last run.")
       .def("threads", &Session::threads)

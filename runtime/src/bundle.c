@@ -1,5 +1,5 @@
-/* Reads the container that docs/bundle-format.md specifies. Every bit of the file is covered: the header by its own checksum, sections
- * by theirs, and the padding between them must be zero. */
+/* Reads the container that docs/bundle-format.md specifies. Every bit of the file is covered: the header by its own
+ * checksum, sections by theirs, and the padding between them must be zero. */
 #include "bundle.h"
 
 #include <inttypes.h>
@@ -35,7 +35,8 @@ static coda_code check_header(const uint8_t *data, size_t size, coda_error *erro
   if (size < HEADER)
     return BAD("bundle is truncated: it has %zu bytes, its header alone needs %d", size, HEADER);
   if (coda_u32(data + 8) != VERSION)
-    return BAD("bundle has format version %" PRIu32 ", this runtime reads version %d: build it again with a matching coda-edge",
+    return BAD("bundle has format version %" PRIu32
+               ", this runtime reads version %d: build it again with a matching coda-edge",
                coda_u32(data + 8), VERSION);
   if (coda_u32(data + 12) != SECTION_COUNT)
     return BAD("bundle has %" PRIu32 " sections, expected %d", coda_u32(data + 12), SECTION_COUNT);
@@ -66,8 +67,8 @@ coda_code coda_bundle_read(const uint8_t *data, size_t size, coda_section sectio
     if (coda_u32(entry) != i || coda_u32(entry + 4) != 0)
       return BAD("bundle is invalid: section %" PRIu32 " is of kind %" PRIu32, i, coda_u32(entry));
     if (offset % alignment != 0 || offset < end || offset - end >= alignment || offset > size || bytes > size - offset)
-      return BAD("bundle is invalid: section '%s' is %" PRIu64 " bytes at %" PRIu64 ", after byte %" PRIu64 " of %zu", NAMES[i], bytes, offset,
-                 end, size);
+      return BAD("bundle is invalid: section '%s' is %" PRIu64 " bytes at %" PRIu64 ", after byte %" PRIu64 " of %zu",
+                 NAMES[i], bytes, offset, end, size);
     if (!all_zero(data + end, (size_t)(offset - end)))
       return BAD("bundle is damaged: the padding before section '%s' is not zero", NAMES[i]);
     if (digest_differs(data + offset, (size_t)bytes, entry + 24))

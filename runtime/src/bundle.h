@@ -4,7 +4,14 @@
 
 #include "error.h"
 
-typedef enum { SECTION_PLAN, SECTION_FEATURES, SECTION_METADATA, SECTION_LIBRARY, SECTION_CONSTANTS, SECTION_COUNT } section_kind;
+typedef enum {
+  SECTION_PLAN,
+  SECTION_FEATURES,
+  SECTION_METADATA,
+  SECTION_LIBRARY,
+  SECTION_CONSTANTS,
+  SECTION_COUNT
+} section_kind;
 
 typedef struct {
   const uint8_t *data;

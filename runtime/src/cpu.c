@@ -23,14 +23,14 @@ typedef struct {
 enum { WORDS = 6, STATE_NONE = 0, STATE_YMM = 0x06, STATE_ZMM = 0xe6 };
 
 static const feature FEATURES[] = {
-    {"sse3", 0, 0, STATE_NONE},         {"ssse3", 0, 9, STATE_NONE},        {"sse4_1", 0, 19, STATE_NONE},
-    {"sse4_2", 0, 20, STATE_NONE},      {"popcnt", 0, 23, STATE_NONE},      {"f16c", 0, 29, STATE_YMM},
-    {"avx", 0, 28, STATE_YMM},          {"fma", 0, 12, STATE_YMM},          {"avx2", 1, 5, STATE_YMM},
-    {"bmi1", 1, 3, STATE_NONE},         {"bmi2", 1, 8, STATE_NONE},         {"lzcnt", 5, 5, STATE_NONE},
-    {"movbe", 0, 22, STATE_NONE},       {"avx512f", 1, 16, STATE_ZMM},      {"avx512dq", 1, 17, STATE_ZMM},
-    {"avx512cd", 1, 28, STATE_ZMM},     {"avx512bw", 1, 30, STATE_ZMM},     {"avx512vl", 1, 31, STATE_ZMM},
-    {"avx512_vbmi", 2, 1, STATE_ZMM},   {"avx512_vnni", 2, 11, STATE_ZMM},  {"avx512_bf16", 4, 5, STATE_ZMM},
-    {"avx512_fp16", 3, 23, STATE_ZMM},  {"avx_vnni", 4, 4, STATE_YMM},      {"sha_ni", 1, 29, STATE_NONE},
+    {"sse3", 0, 0, STATE_NONE},        {"ssse3", 0, 9, STATE_NONE},       {"sse4_1", 0, 19, STATE_NONE},
+    {"sse4_2", 0, 20, STATE_NONE},     {"popcnt", 0, 23, STATE_NONE},     {"f16c", 0, 29, STATE_YMM},
+    {"avx", 0, 28, STATE_YMM},         {"fma", 0, 12, STATE_YMM},         {"avx2", 1, 5, STATE_YMM},
+    {"bmi1", 1, 3, STATE_NONE},        {"bmi2", 1, 8, STATE_NONE},        {"lzcnt", 5, 5, STATE_NONE},
+    {"movbe", 0, 22, STATE_NONE},      {"avx512f", 1, 16, STATE_ZMM},     {"avx512dq", 1, 17, STATE_ZMM},
+    {"avx512cd", 1, 28, STATE_ZMM},    {"avx512bw", 1, 30, STATE_ZMM},    {"avx512vl", 1, 31, STATE_ZMM},
+    {"avx512_vbmi", 2, 1, STATE_ZMM},  {"avx512_vnni", 2, 11, STATE_ZMM}, {"avx512_bf16", 4, 5, STATE_ZMM},
+    {"avx512_fp16", 3, 23, STATE_ZMM}, {"avx_vnni", 4, 4, STATE_YMM},     {"sha_ni", 1, 29, STATE_NONE},
 };
 
 static uint32_t saved_state(void) {
@@ -65,8 +65,8 @@ static uint32_t read_words(uint32_t words[WORDS]) {
 enum { WORDS = 2 };
 
 static const feature FEATURES[] = {
-    {"neon", 0, 1, 0},    {"fp16", 0, 10, 0}, {"dotprod", 0, 20, 0}, {"sve", 0, 22, 0},
-    {"sve2", 1, 1, 0},    {"i8mm", 1, 13, 0}, {"bf16", 1, 14, 0},    {"sme", 1, 23, 0},
+    {"neon", 0, 1, 0}, {"fp16", 0, 10, 0}, {"dotprod", 0, 20, 0}, {"sve", 0, 22, 0},
+    {"sve2", 1, 1, 0}, {"i8mm", 1, 13, 0}, {"bf16", 1, 14, 0},    {"sme", 1, 23, 0},
 };
 
 static uint32_t read_words(uint32_t words[WORDS]) {
@@ -115,7 +115,7 @@ size_t coda_cpu_features(const char **names, size_t capacity) {
   return count;
 }
 
-/* Cores that a quota file allows: cgroup v2 `cpu.max` holds "quota period" or "max period"; v1 has one file for each. */
+/* Cores that a quota file allows: cgroup v2 has "quota period" or "max period" in one file, v1 a file for each. */
 static int quota_cores(const char *path, const char *period_path) {
   long quota = -1, period = 100000;
   FILE *file = fopen(path, "re");

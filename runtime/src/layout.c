@@ -9,8 +9,8 @@
 /* --- memory ------------------------------------------------------------------------------------------------------- */
 
 size_t coda_layout_bytes(const coda_plan *plan) {
-  const size_t words = (size_t)plan->dim_count + plan->expr_count + plan->input_count + plan->output_count + plan->buffer_count +
-                       plan->int_count + plan->operand_count;
+  const size_t words = (size_t)plan->dim_count + plan->expr_count + plan->input_count + plan->output_count +
+                       plan->buffer_count + plan->int_count + plan->operand_count;
   return (words + 1) * sizeof(int64_t);
 }
 
@@ -53,8 +53,8 @@ coda_code coda_layout_check_types(const coda_plan *plan, const coda_tensor *inpu
     if (given->dtype != expected->dtype)
       return coda_fail(error, CODA_ERROR_SHAPE, "input '%s': element type is %s, expected %s", expected->name,
                        coda_dtype_name(given->dtype), coda_dtype_name(expected->dtype));
-    return coda_fail(error, CODA_ERROR_SHAPE, "input '%s' has %" PRId32 " dimensions, expected %" PRIu32 ": %s", expected->name, given->rank,
-                     expected->rank, shape);
+    return coda_fail(error, CODA_ERROR_SHAPE, "input '%s' has %" PRId32 " dimensions, expected %" PRIu32 ": %s",
+                     expected->name, given->rank, expected->rank, shape);
   }
   return CODA_OK;
 }
@@ -74,16 +74,17 @@ static coda_code evaluate(coda_layout *layout, const coda_plan *plan, const coda
     memcpy(dims, inputs[i].dims, plan->inputs[i].rank * sizeof *dims);
     for (uint32_t axis = 0; axis < plan->inputs[i].rank; axis++)
       if (dims[axis] < 0)
-        return coda_fail(error, CODA_ERROR_SHAPE, "input '%s': dimension %" PRIu32 " is %" PRId64 ", expected 0 or more",
-                         plan->inputs[i].name, axis, dims[axis]);
+        return coda_fail(error, CODA_ERROR_SHAPE,
+                         "input '%s': dimension %" PRIu32 " is %" PRId64 ", expected 0 or more", plan->inputs[i].name,
+                         axis, dims[axis]);
   }
   for (uint32_t s = 0; s < plan->symbol_count; s++)
     symbols[s] = inputs[plan->bindings[s].input].dims[plan->bindings[s].axis];
   return coda_plan_evaluate(plan, symbols, layout->values, error);
 }
 
-static coda_code wrong_dimension(const coda_layout *layout, const coda_plan *plan, uint32_t input, uint32_t axis, int64_t found,
-                                 coda_error *error) {
+static coda_code wrong_dimension(const coda_layout *layout, const coda_plan *plan, uint32_t input, uint32_t axis,
+                                 int64_t found, coda_error *error) {
   const plan_tensor *tensor = &plan->inputs[input];
   const uint32_t entry = tensor->dims[axis];
   const plan_expr *e = &plan->exprs[entry];
@@ -91,13 +92,14 @@ static coda_code wrong_dimension(const coda_layout *layout, const coda_plan *pla
   char text[DIM_TEXT];
   coda_plan_format(plan, entry, text, sizeof text);
   if (e->op == EXPR_CONST)
-    return coda_fail(error, CODA_ERROR_SHAPE, "input '%s': dimension %" PRIu32 " is %" PRId64 ", expected %" PRId64, tensor->name, axis, found,
-                     expected);
+    return coda_fail(error, CODA_ERROR_SHAPE, "input '%s': dimension %" PRIu32 " is %" PRId64 ", expected %" PRId64,
+                     tensor->name, axis, found, expected);
   if (e->op == EXPR_SYMBOL)
-    return coda_fail(error, CODA_ERROR_SHAPE, "input '%s': dimension %" PRIu32 " is %" PRId64 ", expected %s = %" PRId64 " (from input '%s')",
+    return coda_fail(error, CODA_ERROR_SHAPE,
+                     "input '%s': dimension %" PRIu32 " is %" PRId64 ", expected %s = %" PRId64 " (from input '%s')",
                      tensor->name, axis, found, text, expected, plan->inputs[plan->bindings[e->a].input].name);
-  return coda_fail(error, CODA_ERROR_SHAPE, "input '%s': dimension %" PRIu32 " is %" PRId64 ", expected %s = %" PRId64, tensor->name, axis,
-                   found, text, expected);
+  return coda_fail(error, CODA_ERROR_SHAPE, "input '%s': dimension %" PRIu32 " is %" PRId64 ", expected %s = %" PRId64,
+                   tensor->name, axis, found, text, expected);
 }
 
 static coda_code check_dimensions(const coda_layout *layout, const coda_plan *plan, coda_error *error) {
@@ -111,14 +113,17 @@ static coda_code check_dimensions(const coda_layout *layout, const coda_plan *pl
 
 /* --- sizes -------------------------------------------------------------------------------------------------------- */
 
-static coda_code measure_tensor(const coda_layout *layout, const plan_tensor *tensor, int64_t *bytes, coda_error *error) {
+static coda_code measure_tensor(const coda_layout *layout, const plan_tensor *tensor, int64_t *bytes,
+                                coda_error *error) {
   *bytes = (int64_t)coda_dtype_size(tensor->dtype);
   for (uint32_t axis = 0; axis < tensor->rank; axis++) {
     const int64_t dim = layout->values[tensor->dims[axis]];
     if (dim < 0)
-      return coda_fail(error, CODA_ERROR_SHAPE, "'%s' would have dimension %" PRIu32 " = %" PRId64 " for these inputs", tensor->name, axis, dim);
+      return coda_fail(error, CODA_ERROR_SHAPE, "'%s' would have dimension %" PRIu32 " = %" PRId64 " for these inputs",
+                       tensor->name, axis, dim);
     if (__builtin_mul_overflow(*bytes, dim, bytes))
-      return coda_fail(error, CODA_ERROR_SHAPE, "'%s' would be larger than 64 bits count for these inputs", tensor->name);
+      return coda_fail(error, CODA_ERROR_SHAPE, "'%s' would be larger than 64 bits count for these inputs",
+                       tensor->name);
   }
   return CODA_OK;
 }
@@ -128,12 +133,14 @@ static coda_code check_buffers(const coda_layout *layout, const coda_plan *plan,
     const plan_buffer *b = &plan->buffers[i];
     const int64_t size = layout->values[b->size];
     if (size < 0 || size > INT64_MAX / 2)
-      return coda_fail(error, CODA_ERROR_SHAPE, "buffer %" PRIu32 " would have %" PRId64 " bytes for these inputs", i, size);
+      return coda_fail(error, CODA_ERROR_SHAPE, "buffer %" PRIu32 " would have %" PRId64 " bytes for these inputs", i,
+                       size);
     if (b->kind != BUFFER_INPUT && b->kind != BUFFER_OUTPUT)
       continue;
     const uint64_t tensor = b->kind == BUFFER_INPUT ? b->index : plan->input_count + b->index;
     if (size > layout->tensor_bytes[tensor])
-      return coda_fail(error, CODA_ERROR_BUNDLE, "bundle's plan is invalid: buffer %" PRIu32 " has %" PRId64 " bytes, its tensor %" PRId64, i,
+      return coda_fail(error, CODA_ERROR_BUNDLE,
+                       "bundle's plan is invalid: buffer %" PRIu32 " has %" PRId64 " bytes, its tensor %" PRId64, i,
                        size, layout->tensor_bytes[tensor]);
   }
   return CODA_OK;
@@ -153,7 +160,8 @@ static coda_code measure(coda_layout *layout, const coda_plan *plan, coda_error 
     const plan_step *s = &plan->steps[i];
     const int64_t items = layout->values[s->items], scratch = layout->values[s->scratch];
     if (items < 0 || scratch < 0 || scratch > INT32_MAX)
-      code = coda_fail(error, CODA_ERROR_SHAPE, "step '%s' would have %" PRId64 " items and %" PRId64 " bytes of scratch for these inputs",
+      code = coda_fail(error, CODA_ERROR_SHAPE,
+                       "step '%s' would have %" PRId64 " items and %" PRId64 " bytes of scratch for these inputs",
                        s->name, items, scratch);
     else if ((size_t)scratch > layout->scratch_bytes)
       layout->scratch_bytes = (size_t)scratch;
@@ -184,8 +192,9 @@ static void sort_by_size(const coda_layout *layout, const coda_plan *plan, uint3
 
 static bool overlap(const plan_buffer *a, const plan_buffer *b) { return a->first <= b->last && b->first <= a->last; }
 
-/* The smallest gap that holds `buffer` between the placed buffers alive at the same time; `placed` is sorted by offset. */
-static int64_t best_offset(const coda_layout *layout, const coda_plan *plan, const plan_buffer *buffer, const uint32_t *placed, uint32_t count) {
+/* The smallest gap for `buffer` between those placed that live at the same time; `placed` is sorted by offset. */
+static int64_t best_offset(const coda_layout *layout, const coda_plan *plan, const plan_buffer *buffer,
+                           const uint32_t *placed, uint32_t count) {
   const int64_t need = padded(layout, buffer);
   int64_t end = 0, best = -1, best_gap = INT64_MAX;
   for (uint32_t i = 0; i < count; i++) {
@@ -208,7 +217,8 @@ static coda_code pack(coda_layout *layout, const coda_plan *plan, uint32_t *orde
   for (uint32_t i = 0; i < plan->buffer_count; i++)
     if (plan->buffers[i].kind == BUFFER_ARENA) {
       order[count++] = i;
-      if (__builtin_add_overflow(total, padded(layout, &plan->buffers[i]), &total)) /* so that no offset below can overflow */
+      if (__builtin_add_overflow(total, padded(layout, &plan->buffers[i]),
+                                 &total)) /* so that no offset below can overflow */
         return coda_fail(error, CODA_ERROR_SHAPE, "the arena would be larger than 64 bits count for these inputs");
     }
   sort_by_size(layout, plan, order, count);
@@ -228,7 +238,8 @@ static coda_code pack(coda_layout *layout, const coda_plan *plan, uint32_t *orde
   return CODA_OK;
 }
 
-coda_code coda_layout_make(coda_layout *layout, const coda_plan *plan, const coda_tensor *inputs, uint32_t *order, coda_error *error) {
+coda_code coda_layout_make(coda_layout *layout, const coda_plan *plan, const coda_tensor *inputs, uint32_t *order,
+                           coda_error *error) {
   layout->used = 0;
   layout->arena = NULL;
   coda_code code = evaluate(layout, plan, inputs, error);

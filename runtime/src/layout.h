@@ -29,7 +29,8 @@ coda_code coda_layout_check_types(const coda_plan *plan, const coda_tensor *inpu
 int coda_layout_matches(const coda_layout *layout, const coda_plan *plan, const coda_tensor *inputs);
 
 /* Lays the plan out for these inputs; `order` is working memory of 2 x buffers. On failure the layout holds nothing. */
-coda_code coda_layout_make(coda_layout *layout, const coda_plan *plan, const coda_tensor *inputs, uint32_t *order, coda_error *error);
+coda_code coda_layout_make(coda_layout *layout, const coda_plan *plan, const coda_tensor *inputs, uint32_t *order,
+                           coda_error *error);
 
 /* Writes the addresses of constants and of buffers in the arena. */
 void coda_layout_place(coda_layout *layout, const coda_plan *plan, const uint8_t *constants, const uint8_t *arena);

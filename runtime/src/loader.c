@@ -1,4 +1,5 @@
-/* Loads the kernel library without a file on disk: an anonymous memory file, which the dynamic linker opens by its /proc path. */
+/* Loads the kernel library without a file on disk: an anonymous memory file, which the dynamic linker opens by its
+ * /proc path. */
 #include "loader.h"
 
 #include <dlfcn.h>
@@ -38,9 +39,11 @@ static coda_code check_machine(const coda_section *section, coda_error *error) {
   const uint8_t *elf = section->data;
   if (section->size < EI_NIDENT + 4 || memcmp(elf, ELFMAG, SELFMAG) != 0)
     return coda_fail(error, CODA_ERROR_BUNDLE, "bundle's kernel library is not an ELF file");
-  const unsigned machine = elf[EI_DATA] == ELFDATA2MSB ? (unsigned)elf[18] << 8 | elf[19] : (unsigned)elf[19] << 8 | elf[18];
+  const unsigned machine =
+      elf[EI_DATA] == ELFDATA2MSB ? (unsigned)elf[18] << 8 | elf[19] : (unsigned)elf[19] << 8 | elf[18];
   if (machine != MACHINE || elf[EI_CLASS] != ELF_CLASS)
-    return coda_fail(error, CODA_ERROR_TARGET, "bundle's kernels are for %s, this machine is %s: build the bundle for this target",
+    return coda_fail(error, CODA_ERROR_TARGET,
+                     "bundle's kernels are for %s, this machine is %s: build the bundle for this target",
                      machine_name(machine), machine_name(MACHINE));
   return CODA_OK;
 }
@@ -74,7 +77,8 @@ coda_code coda_library_open(coda_library *library, const coda_section *section, 
   library->handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (!library->handle) {
     const char *reason = dlerror();
-    code = coda_fail(error, CODA_ERROR_TARGET, "kernels cannot be loaded: %s", reason ? reason : "the dynamic linker gives no reason");
+    code = coda_fail(error, CODA_ERROR_TARGET, "kernels cannot be loaded: %s",
+                     reason ? reason : "the dynamic linker gives no reason");
     coda_library_close(library);
   }
   return code;

@@ -22,8 +22,8 @@ static coda_code check_features(const coda_model *model, coda_error *error) {
   const char *name;
   for (size_t i = 0; (name = coda_section_string(features, i)); i++)
     if (!coda_cpu_has(name))
-      return coda_fail(error, CODA_ERROR_TARGET, "bundle needs the CPU feature '%s', which this CPU lacks: build it for another target",
-                       name);
+      return coda_fail(error, CODA_ERROR_TARGET,
+                       "bundle needs the CPU feature '%s', which this CPU lacks: build it for another target", name);
   return CODA_OK;
 }
 
@@ -69,7 +69,8 @@ static coda_code describe(coda_model *model, coda_error *error) {
   for (uint32_t i = 0; i < plan->output_count; i++)
     describe_tensor(plan, &plan->outputs[i], &model->outputs[i], &text);
   for (uint32_t i = 0; i < plan->step_count; i++)
-    model->steps[i] = (coda_step_info){plan->steps[i].name, plan->kernels[plan->steps[i].kernel], plan->steps[i].source};
+    model->steps[i] =
+        (coda_step_info){plan->steps[i].name, plan->kernels[plan->steps[i].kernel], plan->steps[i].source};
   return CODA_OK;
 }
 
@@ -115,7 +116,8 @@ coda_code coda_model_open(const char *path, coda_model **model, coda_error *erro
   struct stat status;
   int file = open(path, O_RDONLY | O_CLOEXEC);
   if (file < 0 || fstat(file, &status) != 0 || !S_ISREG(status.st_mode)) {
-    coda_code code = coda_fail(error, CODA_ERROR_FILE, "bundle '%s' cannot be opened: %s", path, file < 0 ? strerror(errno) : "not a regular file");
+    coda_code code = coda_fail(error, CODA_ERROR_FILE, "bundle '%s' cannot be opened: %s", path,
+                               file < 0 ? strerror(errno) : "not a regular file");
     if (file >= 0)
       close(file);
     return code;
@@ -138,7 +140,8 @@ coda_code coda_model_open_memory(const void *data, size_t size, coda_model **mod
     return coda_fail(error, CODA_ERROR_ARGUMENT, "coda_model_open_memory needs data and a place for the model");
   *model = NULL;
   if ((uintptr_t)data % CONSTANT_ALIGNMENT != 0)
-    return coda_fail(error, CODA_ERROR_ARGUMENT, "a bundle in memory must begin at a multiple of %d bytes", CONSTANT_ALIGNMENT);
+    return coda_fail(error, CODA_ERROR_ARGUMENT, "a bundle in memory must begin at a multiple of %d bytes",
+                     CONSTANT_ALIGNMENT);
   return open_data(data, size, 0, model, error);
 }
 

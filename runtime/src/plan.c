@@ -1,4 +1,4 @@
-/* Reads the plan section (docs/bundle-format.md) and checks every field of it: what comes after can trust all indices. */
+/* Reads the plan section (docs/bundle-format.md) and checks every field: what comes after can trust all indices. */
 #include "plan.h"
 
 #include <inttypes.h>
@@ -22,8 +22,9 @@ typedef struct {
 static coda_code locate(coda_plan *plan, raw_tables *raw, const uint8_t *data, size_t size, coda_error *error) {
   if (size < HEADER)
     return BAD("it has %zu bytes, its header alone needs %d", size, HEADER);
-  uint32_t *const counts[] = {&plan->symbol_count, &plan->expr_count,   &plan->input_count, &plan->output_count, &plan->buffer_count,
-                              &plan->kernel_count, &plan->step_count,   &plan->word_count,  &raw->string_bytes};
+  uint32_t *const counts[] = {&plan->symbol_count, &plan->expr_count,   &plan->input_count,
+                              &plan->output_count, &plan->buffer_count, &plan->kernel_count,
+                              &plan->step_count,   &plan->word_count,   &raw->string_bytes};
   for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
     *counts[i] = coda_u32(data + 4 * i);
   if (plan->symbol_count > CODA_MAX_SYMBOLS)
@@ -35,9 +36,9 @@ static coda_code locate(coda_plan *plan, raw_tables *raw, const uint8_t *data, s
     const uint8_t **table;
     uint64_t bytes;
   } tables[] = {
-      {&raw->exprs, (uint64_t)plan->expr_count * EXPR},     {&raw->tensors, tensors * TENSOR},
+      {&raw->exprs, (uint64_t)plan->expr_count * EXPR},       {&raw->tensors, tensors * TENSOR},
       {&raw->buffers, (uint64_t)plan->buffer_count * BUFFER}, {&raw->steps, (uint64_t)plan->step_count * STEP},
-      {&raw->symbols, (uint64_t)plan->symbol_count * WORD}, {&raw->kernels, (uint64_t)plan->kernel_count * WORD},
+      {&raw->symbols, (uint64_t)plan->symbol_count * WORD},   {&raw->kernels, (uint64_t)plan->kernel_count * WORD},
       {&raw->words, (uint64_t)plan->word_count * WORD},
   };
   uint64_t offset = HEADER; /* cannot overflow: eight products of 32 bits and less than 64 */
@@ -75,7 +76,8 @@ static coda_code read_string(const raw_tables *raw, uint32_t offset, const char 
   return CODA_OK;
 }
 
-static coda_code read_names(const raw_tables *raw, const uint8_t *table, uint32_t count, const char **names, coda_error *error) {
+static coda_code read_names(const raw_tables *raw, const uint8_t *table, uint32_t count, const char **names,
+                            coda_error *error) {
   for (uint32_t i = 0; i < count; i++)
     if (read_string(raw, coda_u32(table + WORD * (size_t)i), &names[i], error))
       return CODA_ERROR_BUNDLE;
@@ -83,8 +85,8 @@ static coda_code read_names(const raw_tables *raw, const uint8_t *table, uint32_
 }
 
 /* A range of the word table, each word below `limit`. */
-static coda_code read_words(const coda_plan *plan, uint32_t first, uint32_t count, uint32_t limit, const char *what, const uint32_t **words,
-                            coda_error *error) {
+static coda_code read_words(const coda_plan *plan, uint32_t first, uint32_t count, uint32_t limit, const char *what,
+                            const uint32_t **words, coda_error *error) {
   if (first > plan->word_count || count > plan->word_count - first)
     return BAD("%s are words %" PRIu32 " and %" PRIu32 " more of %" PRIu32, what, first, count, plan->word_count);
   *words = plan->words + first;
@@ -141,12 +143,14 @@ static coda_code read_tensors(coda_plan *plan, const raw_tables *raw, coda_error
 }
 
 /* A constant's size must be a number: it is checked here, once, against the constants section. */
-static coda_code check_constant(const coda_plan *plan, const plan_buffer *b, uint32_t i, size_t constant_bytes, coda_error *error) {
+static coda_code check_constant(const coda_plan *plan, const plan_buffer *b, uint32_t i, size_t constant_bytes,
+                                coda_error *error) {
   const plan_expr *size = &plan->exprs[b->size];
   if (size->op != EXPR_CONST || size->a < 0)
     return BAD("constant buffer %" PRIu32 " has no fixed size", i);
   if (b->index % CONSTANT_ALIGNMENT != 0)
-    return BAD("constant buffer %" PRIu32 " is at byte %" PRIu64 ", not a multiple of %d", i, b->index, CONSTANT_ALIGNMENT);
+    return BAD("constant buffer %" PRIu32 " is at byte %" PRIu64 ", not a multiple of %d", i, b->index,
+               CONSTANT_ALIGNMENT);
   if (b->index > constant_bytes || (uint64_t)size->a > constant_bytes - b->index)
     return BAD("constant buffer %" PRIu32 " ends beyond the %zu bytes of constants", i, constant_bytes);
   return CODA_OK;
@@ -165,7 +169,8 @@ static coda_code read_buffers(coda_plan *plan, const raw_tables *raw, size_t con
     if (b->kind == BUFFER_CONSTANT)
       code = check_constant(plan, b, i, constant_bytes, error);
     else if (b->kind == BUFFER_ARENA && (b->first > b->last || b->last >= plan->step_count))
-      code = BAD("buffer %" PRIu32 " lives from step %" PRIu32 " to %" PRIu32 " of %" PRIu32, i, b->first, b->last, plan->step_count);
+      code = BAD("buffer %" PRIu32 " lives from step %" PRIu32 " to %" PRIu32 " of %" PRIu32, i, b->first, b->last,
+                 plan->step_count);
     else if (b->kind == BUFFER_INPUT && b->index >= plan->input_count)
       code = BAD("buffer %" PRIu32 " is input %" PRIu64 " of %" PRIu32, i, b->index, plan->input_count);
     else if (b->kind == BUFFER_OUTPUT && b->index >= plan->output_count)
@@ -184,13 +189,22 @@ static coda_code read_step(coda_plan *plan, const raw_tables *raw, uint32_t i, c
   for (size_t k = 0; k < STEP / WORD; k++)
     f[k] = coda_u32(p + WORD * k);
   plan_step *s = &plan->steps[i];
-  *s = (plan_step){.kernel = f[1],        .finish = (int32_t)f[2], .buffer_count = f[4], .int_count = f[6], .items = f[7],
-                   .grain = f[8],         .scratch = f[9],         .flops = f[10],       .bytes = f[11]};
+  *s = (plan_step){.kernel = f[1],
+                   .finish = (int32_t)f[2],
+                   .buffer_count = f[4],
+                   .int_count = f[6],
+                   .items = f[7],
+                   .grain = f[8],
+                   .scratch = f[9],
+                   .flops = f[10],
+                   .bytes = f[11]};
   if (read_string(raw, f[0], &s->name, error) || read_string(raw, f[12], &s->source, error) ||
       read_words(plan, f[3], f[4], plan->buffer_count, "a step's buffers", &s->buffers, error) ||
       read_words(plan, f[5], f[6], plan->expr_count, "a step's sizes", &s->ints, error) ||
-      check_entry(s->kernel, plan->kernel_count, "a step's kernel", error) || check_entry(s->items, plan->expr_count, "a step's items", error) ||
-      check_entry(s->scratch, plan->expr_count, "a step's scratch", error) || check_entry(s->flops, plan->expr_count, "a step's flops", error) ||
+      check_entry(s->kernel, plan->kernel_count, "a step's kernel", error) ||
+      check_entry(s->items, plan->expr_count, "a step's items", error) ||
+      check_entry(s->scratch, plan->expr_count, "a step's scratch", error) ||
+      check_entry(s->flops, plan->expr_count, "a step's flops", error) ||
       check_entry(s->bytes, plan->expr_count, "a step's bytes", error))
     return CODA_ERROR_BUNDLE;
   if (s->finish < -1 || (s->finish >= 0 && (uint32_t)s->finish >= plan->kernel_count))

@@ -6,7 +6,17 @@
 
 enum { CODA_MAX_SYMBOLS = 256 };
 
-typedef enum { EXPR_CONST, EXPR_SYMBOL, EXPR_ADD, EXPR_MUL, EXPR_FLOORDIV, EXPR_MOD, EXPR_MAX, EXPR_MIN, EXPR_OPS } expr_op;
+typedef enum {
+  EXPR_CONST,
+  EXPR_SYMBOL,
+  EXPR_ADD,
+  EXPR_MUL,
+  EXPR_FLOORDIV,
+  EXPR_MOD,
+  EXPR_MAX,
+  EXPR_MIN,
+  EXPR_OPS
+} expr_op;
 
 typedef struct {
   uint32_t op;
@@ -24,7 +34,7 @@ typedef enum { BUFFER_INPUT, BUFFER_OUTPUT, BUFFER_CONSTANT, BUFFER_ARENA, BUFFE
 
 typedef struct {
   uint32_t kind;
-  uint32_t size;  /* entry of the size table: bytes */
+  uint32_t size; /* entry of the size table: bytes */
   uint64_t index; /* of the input or output; byte offset of a constant */
   uint32_t first, last;
 } plan_buffer;
@@ -54,9 +64,9 @@ typedef struct {
   const char **kernels;
   plan_step *steps;
   uint32_t *words; /* what the dims, buffers and ints above point into */
-  uint32_t dim_count;                /* of all inputs together */
+  uint32_t dim_count; /* of all inputs together */
   uint32_t operand_count, int_count; /* of all steps together */
-  uint32_t max_operands, max_ints;   /* of one step */
+  uint32_t max_operands, max_ints; /* of one step */
 } coda_plan;
 
 /* Reads the plan section. Strings point into `data`. On failure the plan is empty. */

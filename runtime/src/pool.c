@@ -1,9 +1,9 @@
 /* A fork-join pool in which the caller waits for items, not for workers.
  *
- * One 64-bit word holds (generation, next chunk). A thread takes a chunk by compare-and-swap on it, so a late worker can never touch a
- * loop that is over, and a worker that the system has not scheduled costs nothing: the others take its chunks. An odd generation is closed
- * while the caller writes the next loop. Workers spin for a while after a loop, since the next one usually follows within microseconds, and
- * then sleep.
+ * One 64-bit word holds (generation, next chunk). A thread takes a chunk by compare-and-swap on it, so a late worker
+ * can never touch a loop that is over, and a worker that the system has not scheduled costs nothing: the others take
+ * its chunks. An odd generation is closed while the caller writes the next loop. Workers spin for a while after a loop,
+ * since the next one usually follows within microseconds, and then sleep.
  */
 #include "pool.h"
 
@@ -13,6 +13,7 @@
 #include <stdbool.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #if defined(__x86_64__) || defined(__i386__)
 #define PAUSE() __builtin_ia32_pause()
@@ -25,9 +26,9 @@
 enum {
   INDEX_BITS = 16,
   MAX_CHUNKS = (1 << INDEX_BITS) - 2,
-  CHUNKS_PER_THREAD = 4,   /* enough to even out a late thread, few enough to keep each chunk's weights in cache */
-  PAUSES_PER_CLOCK = 32,   /* spins between two looks at the clock */
-  PAUSES_TO_YIELD = 4096,  /* after this the caller offers its core to whoever holds the last chunk */
+  CHUNKS_PER_THREAD = 4, /* enough to even out a late thread, few enough to keep each chunk's weights in cache */
+  PAUSES_PER_CLOCK = 32, /* spins between two looks at the clock */
+  PAUSES_TO_YIELD = 4096, /* after this the caller offers its core to whoever holds the last chunk */
   LINE = 64,
 };
 
@@ -50,6 +51,7 @@ struct coda_pool {
   int threads, started;
   int64_t spin_ns;
   size_t bytes; /* of this allocation */
+  pid_t process; /* that has the workers: a forked child does not */
   pthread_mutex_t mutex;
   pthread_cond_t condition;
   uint64_t wakes; /* under the mutex: asks sleepers to spin again */
@@ -76,7 +78,8 @@ static void drain(coda_pool *pool, int thread) {
     if (generation(state) & 1 || index >= chunks)
       return;
     atomic_thread_fence(memory_order_acquire); /* had a field been of a later loop, the swap below would fail */
-    if (!atomic_compare_exchange_weak_explicit(&pool->state, &state, state + 1, memory_order_acq_rel, memory_order_relaxed))
+    if (!atomic_compare_exchange_weak_explicit(&pool->state, &state, state + 1, memory_order_acq_rel,
+                                               memory_order_relaxed))
       continue;
     const int64_t begin = (int64_t)index * chunk;
     const int64_t end = items - begin < chunk ? items : begin + chunk;
@@ -131,6 +134,7 @@ coda_pool *coda_pool_create(int threads, int64_t spin_us, const coda_allocator *
     return NULL;
   memset(pool, 0, bytes);
   pool->bytes = bytes;
+  pool->process = getpid();
   pool->threads = threads;
   pool->spin_ns = spin_us * 1000;
   pthread_mutex_init(&pool->mutex, NULL);
@@ -150,14 +154,16 @@ coda_pool *coda_pool_create(int threads, int64_t spin_us, const coda_allocator *
 void coda_pool_free(coda_pool *pool, const coda_allocator *allocator) {
   if (!pool)
     return;
-  pthread_mutex_lock(&pool->mutex);
-  atomic_store(&pool->stop, true);
-  pthread_cond_broadcast(&pool->condition);
-  pthread_mutex_unlock(&pool->mutex);
-  for (int i = 0; i < pool->started; i++)
-    pthread_join(pool->workers[i].thread, NULL);
-  pthread_mutex_destroy(&pool->mutex);
-  pthread_cond_destroy(&pool->condition);
+  if (pool->process == getpid()) {
+    pthread_mutex_lock(&pool->mutex);
+    atomic_store(&pool->stop, true);
+    pthread_cond_broadcast(&pool->condition);
+    pthread_mutex_unlock(&pool->mutex);
+    for (int i = 0; i < pool->started; i++)
+      pthread_join(pool->workers[i].thread, NULL);
+    pthread_mutex_destroy(&pool->mutex);
+    pthread_cond_destroy(&pool->condition);
+  }
   allocator->release(allocator->context, pool, pool->bytes);
 }
 

@@ -17,7 +17,8 @@ void coda_pool_free(coda_pool *pool, const coda_allocator *allocator);
 /* Lets sleeping workers come up while the caller prepares its first loop. */
 void coda_pool_wake(coda_pool *pool);
 
-/* Calls `run` on pieces that are multiples of `grain` and together cover [0, items). Returns 0, or the code of a piece that failed. */
+/* Calls `run` on pieces that are multiples of `grain` and together cover [0, items). Returns 0, or the code of a piece
+ * that failed. */
 int32_t coda_pool_for(coda_pool *pool, int64_t items, int64_t grain, coda_chunk run, void *context);
 
 #endif

@@ -87,13 +87,15 @@ static coda_session_options read_options(const coda_session_options *given) {
   return options;
 }
 
-coda_code coda_session_create(coda_model *model, const coda_session_options *given, coda_session **result, coda_error *error) {
+coda_code coda_session_create(coda_model *model, const coda_session_options *given, coda_session **result,
+                              coda_error *error) {
   if (!model || !result)
     return coda_fail(error, CODA_ERROR_ARGUMENT, "coda_session_create needs a model and a place for the session");
   *result = NULL;
   const coda_session_options options = read_options(given);
   if (options.threads < 0 || options.threads > MAX_THREADS)
-    return coda_fail(error, CODA_ERROR_ARGUMENT, "a session cannot have %" PRId32 " threads, expected 1 to %d, or 0 for all cores", options.threads,
+    return coda_fail(error, CODA_ERROR_ARGUMENT,
+                     "a session cannot have %" PRId32 " threads, expected 1 to %d, or 0 for all cores", options.threads,
                      MAX_THREADS);
   const coda_allocator *allocator = options.allocator ? options.allocator : &coda_system_allocator;
   coda_session *session = allocator->allocate(allocator->context, sizeof *session, CODA_ALIGNMENT);
@@ -112,7 +114,8 @@ coda_code coda_session_create(coda_model *model, const coda_session_options *giv
   if (!session->pool || make_tables(session)) {
     const int32_t threads = session->threads;
     coda_session_free(session);
-    return coda_fail(error, CODA_ERROR_MEMORY, "no memory for a session, or the system gives no %" PRId32 " threads", threads);
+    return coda_fail(error, CODA_ERROR_MEMORY, "no memory for a session, or the system gives no %" PRId32 " threads",
+                     threads);
   }
   *result = session;
   return CODA_OK;
@@ -159,7 +162,8 @@ static coda_layout *vacant_layout(coda_session *session, coda_error *error) {
   return fresh;
 }
 
-static coda_code find_layout(coda_session *session, const coda_tensor *inputs, coda_layout **result, coda_error *error) {
+static coda_code find_layout(coda_session *session, const coda_tensor *inputs, coda_layout **result,
+                             coda_error *error) {
   const coda_plan *plan = &session->model->plan;
   coda_code code = coda_layout_check_types(plan, inputs, error);
   if (code)
@@ -195,13 +199,15 @@ static coda_code enter(coda_session *session, const coda_tensor *inputs, coda_te
   if (!session || (!inputs && session->model->plan.input_count) || (!outputs && session->model->plan.output_count))
     return coda_fail(error, CODA_ERROR_ARGUMENT, "a run needs a session, its inputs and its outputs");
   if (atomic_flag_test_and_set_explicit(&session->busy, memory_order_acquire))
-    return coda_fail(error, CODA_ERROR_ARGUMENT, "the session is in use by another thread: give each thread its own, or take turns");
+    return coda_fail(error, CODA_ERROR_ARGUMENT,
+                     "the session is in use by another thread: give each thread its own, or take turns");
   return CODA_OK;
 }
 
 static void leave(coda_session *session) { atomic_flag_clear_explicit(&session->busy, memory_order_release); }
 
-coda_code coda_session_shapes(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs, coda_error *error) {
+coda_code coda_session_shapes(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs,
+                              coda_error *error) {
   coda_layout *layout = NULL;
   coda_code code = enter(session, inputs, outputs, error);
   if (code)
@@ -215,24 +221,29 @@ coda_code coda_session_shapes(coda_session *session, const coda_tensor *inputs, 
 
 /* --- running ------------------------------------------------------------------------------------------------------ */
 
-static coda_code check_memory(const coda_session *session, const coda_layout *layout, const coda_tensor *inputs, const coda_tensor *outputs,
-                              coda_error *error) {
+static coda_code check_memory(const coda_session *session, const coda_layout *layout, const coda_tensor *inputs,
+                              const coda_tensor *outputs, coda_error *error) {
   const coda_plan *plan = &session->model->plan;
   for (uint32_t i = 0; i < plan->input_count; i++) {
     const size_t need = (size_t)layout->tensor_bytes[i], size = coda_dtype_size(plan->inputs[i].dtype);
     if (need && !inputs[i].data)
       return coda_fail(error, CODA_ERROR_SHAPE, "input '%s' has no data", plan->inputs[i].name);
     if (inputs[i].bytes < need)
-      return coda_fail(error, CODA_ERROR_SHAPE, "input '%s' has %zu bytes, expected %zu", plan->inputs[i].name, inputs[i].bytes, need);
+      return coda_fail(error, CODA_ERROR_SHAPE, "input '%s' has %zu bytes, expected %zu", plan->inputs[i].name,
+                       inputs[i].bytes, need);
     if ((uintptr_t)inputs[i].data % size != 0)
-      return coda_fail(error, CODA_ERROR_ARGUMENT, "input '%s' is not aligned to its elements of %zu bytes", plan->inputs[i].name, size);
+      return coda_fail(error, CODA_ERROR_ARGUMENT, "input '%s' is not aligned to its elements of %zu bytes",
+                       plan->inputs[i].name, size);
   }
   for (uint32_t i = 0; i < plan->output_count; i++) {
-    const size_t need = (size_t)layout->tensor_bytes[plan->input_count + i], size = coda_dtype_size(plan->outputs[i].dtype);
+    const size_t need = (size_t)layout->tensor_bytes[plan->input_count + i],
+                 size = coda_dtype_size(plan->outputs[i].dtype);
     if (outputs[i].data && outputs[i].bytes < need)
-      return coda_fail(error, CODA_ERROR_SHAPE, "output '%s' has room for %zu bytes, expected %zu", plan->outputs[i].name, outputs[i].bytes, need);
+      return coda_fail(error, CODA_ERROR_SHAPE, "output '%s' has room for %zu bytes, expected %zu",
+                       plan->outputs[i].name, outputs[i].bytes, need);
     if ((uintptr_t)outputs[i].data % size != 0)
-      return coda_fail(error, CODA_ERROR_ARGUMENT, "output '%s' is not aligned to its elements of %zu bytes", plan->outputs[i].name, size);
+      return coda_fail(error, CODA_ERROR_ARGUMENT, "output '%s' is not aligned to its elements of %zu bytes",
+                       plan->outputs[i].name, size);
   }
   return CODA_OK;
 }
@@ -242,7 +253,8 @@ static coda_code reserve(coda_session *session, coda_layout *layout, const coda_
   size_t owned = 0;
   for (uint32_t i = 0; i < plan->output_count; i++)
     if (!outputs[i].data)
-      owned += padded((size_t)layout->tensor_bytes[plan->input_count + i] + 1); /* so that an empty output has an address too */
+      owned += padded((size_t)layout->tensor_bytes[plan->input_count + i] +
+                      1); /* so that an empty output has an address too */
   const size_t stride = padded(layout->scratch_bytes + 1);
   if (stride > session->scratch_stride)
     session->scratch_stride = stride;
@@ -250,8 +262,8 @@ static coda_code reserve(coda_session *session, coda_layout *layout, const coda_
   if (coda_block_reserve(&session->arena, layout->arena_bytes + CODA_ALIGNMENT, CODA_ALIGNMENT, &session->allocator) ||
       coda_block_reserve(&session->scratch, scratch, CODA_ALIGNMENT, &session->allocator) ||
       coda_block_reserve(&session->owned, owned, CODA_ALIGNMENT, &session->allocator))
-    return coda_fail(error, CODA_ERROR_MEMORY, "no memory for an arena of %zu bytes, scratch of %zu and outputs of %zu", layout->arena_bytes,
-                     scratch, owned);
+    return coda_fail(error, CODA_ERROR_MEMORY, "no memory for an arena of %zu bytes, scratch of %zu and outputs of %zu",
+                     layout->arena_bytes, scratch, owned);
   if (layout->arena != session->arena.data)
     coda_layout_place(layout, plan, session->model->sections[SECTION_CONSTANTS].data, session->arena.data);
   return CODA_OK;
@@ -296,8 +308,10 @@ static int32_t run_chunk(void *context, int64_t begin, int64_t end, int thread) 
 static coda_code step_failed(const plan_step *step, int32_t result, coda_error *error) {
   const char *from = *step->source ? ", from " : "";
   if (result == ERROR_INDEX)
-    return coda_fail(error, CODA_ERROR_DATA, "an index is out of range in step '%s'%s%s", step->name, from, step->source);
-  return coda_fail(error, CODA_ERROR_DATA, "kernel error %" PRId32 " in step '%s'%s%s", result, step->name, from, step->source);
+    return coda_fail(error, CODA_ERROR_DATA, "an index is out of range in step '%s'%s%s", step->name, from,
+                     step->source);
+  return coda_fail(error, CODA_ERROR_DATA, "kernel error %" PRId32 " in step '%s'%s%s", result, step->name, from,
+                   step->source);
 }
 
 static double now(void) {
@@ -359,8 +373,9 @@ size_t coda_session_profile(const coda_session *session, coda_step_profile *step
   if (!session->last)
     return 0;
   for (uint32_t i = 0; i < plan->step_count && i < capacity; i++)
-    steps[i] = (coda_step_profile){plan->steps[i].name, session->seconds[i], session->last->values[plan->steps[i].flops],
-                                   session->last->values[plan->steps[i].bytes]};
+    steps[i] =
+        (coda_step_profile){plan->steps[i].name, session->seconds[i], session->last->values[plan->steps[i].flops],
+                            session->last->values[plan->steps[i].bytes]};
   return plan->step_count;
 }
 

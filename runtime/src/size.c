@@ -62,8 +62,9 @@ static void format(const coda_plan *plan, uint32_t index, bool inner, int depth,
     const char *before, *between, *after;
     bool infix;
   } FORMS[EXPR_OPS] = {
-      [EXPR_ADD] = {"", " + ", "", true},  [EXPR_MUL] = {"", "*", "", true},     [EXPR_FLOORDIV] = {"", "//", "", true},
-      [EXPR_MOD] = {"", " % ", "", true},  [EXPR_MAX] = {"max(", ", ", ")", false}, [EXPR_MIN] = {"min(", ", ", ")", false},
+      [EXPR_ADD] = {"", " + ", "", true},      [EXPR_MUL] = {"", "*", "", true},
+      [EXPR_FLOORDIV] = {"", "//", "", true},  [EXPR_MOD] = {"", " % ", "", true},
+      [EXPR_MAX] = {"max(", ", ", ")", false}, [EXPR_MIN] = {"min(", ", ", ")", false},
   };
   const plan_expr *e = &plan->exprs[index];
   char number[24];

@@ -14,12 +14,12 @@ enum { WIDTH = 6, ROWS = 11, HEADER_TABLE = 312, ENTRY = 56, PREFIX = 32 };
 
 static int failures;
 
-#define CHECK(condition)                                                     \
-  do {                                                                       \
-    if (!(condition)) {                                                      \
-      failures++;                                                            \
-      printf("%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);         \
-    }                                                                        \
+#define CHECK(condition)                                                                                               \
+  do {                                                                                                                 \
+    if (!(condition)) {                                                                                                \
+      failures++;                                                                                                      \
+      printf("%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);                                                   \
+    }                                                                                                                  \
   } while (0)
 
 /* --- counting allocations ----------------------------------------------------------------------------------------- */
@@ -67,7 +67,8 @@ static void run(coda_session *session, int64_t batch, int64_t seq, bool own_outp
     ids[i] = (i * 7 + seq) % ROWS;
   for (int k = 0; k < WIDTH; k++)
     bias[k] = (float)k / 2;
-  const coda_tensor inputs[] = {{ids, sizeof ids, CODA_INT64, 2, {batch, seq}}, {bias, sizeof bias, CODA_FLOAT32, 1, {WIDTH}}};
+  const coda_tensor inputs[] = {{ids, sizeof ids, CODA_INT64, 2, {batch, seq}},
+                                {bias, sizeof bias, CODA_FLOAT32, 1, {WIDTH}}};
   coda_tensor outputs[2] = {{0}};
   if (!own_outputs) {
     outputs[0] = (coda_tensor){.data = hidden, .bytes = sizeof hidden};
@@ -75,7 +76,8 @@ static void run(coda_session *session, int64_t batch, int64_t seq, bool own_outp
   }
   coda_error error = {CODA_OK, ""};
   CHECK(coda_session_run(session, inputs, outputs, &error) == CODA_OK);
-  CHECK(outputs[0].rank == 3 && outputs[0].dims[0] == batch && outputs[0].dims[1] == seq && outputs[0].dims[2] == WIDTH);
+  CHECK(outputs[0].rank == 3 && outputs[0].dims[0] == batch && outputs[0].dims[1] == seq &&
+        outputs[0].dims[2] == WIDTH);
   CHECK(outputs[0].dtype == CODA_FLOAT32 && outputs[0].bytes == (size_t)tokens * WIDTH * sizeof(float));
   CHECK(outputs[1].rank == 2 && outputs[1].dims[0] == batch && outputs[1].dims[1] == seq);
   for (int64_t i = 0; i < tokens; i++) {
@@ -116,12 +118,17 @@ static void check_runs(coda_model *model) {
 typedef struct {
   int blocks;
   size_t bytes;
+  coda_session *session; /* asked in the middle of its run, when it must refuse */
 } account;
 
 static void *account_allocate(void *context, size_t bytes, size_t alignment) {
   account *a = context;
   a->blocks++;
   a->bytes += bytes;
+  if (a->session) {
+    coda_tensor tensors[2] = {{0}};
+    CHECK(coda_session_run(a->session, tensors, tensors, NULL) == CODA_ERROR_ARGUMENT);
+  }
   return aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
 }
 
@@ -133,11 +140,12 @@ static void account_release(void *context, void *data, size_t bytes) {
 }
 
 static void check_allocator(coda_model *model) {
-  account a = {0, 0};
+  account a = {0, 0, NULL};
   const coda_allocator allocator = {account_allocate, account_release, &a};
   const coda_session_options options = {.size = sizeof options, .threads = 2, .spin_us = 10, .allocator = &allocator};
   coda_session *session;
   CHECK(coda_session_create(model, &options, &session, NULL) == CODA_OK);
+  a.session = session;
   run(session, 2, 9, true);
   CHECK(a.blocks > 0 && a.bytes > 0);
   const account before = a;
@@ -245,7 +253,8 @@ static void check_nonsense(uint8_t *copy, const uint8_t *data, size_t size) {
   for (int i = 0; i < 4000; i++) {
     memcpy(copy, data, size);
     for (uint64_t n = random_below(3) + 1; n; n--)
-      copy[offset + random_below(bytes)] = random_below(2) ? VALUES[random_below(sizeof VALUES)] : (uint8_t)random_below(256);
+      copy[offset + random_below(bytes)] =
+          random_below(2) ? VALUES[random_below(sizeof VALUES)] : (uint8_t)random_below(256);
     repair(copy, offset, bytes);
     refused += try_open(copy, size) != CODA_OK;
   }
