@@ -3,8 +3,9 @@
  * A *model* is an opened bundle: weights, plan and kernels. It never changes, so threads may share it. A *session* runs
  * a model: it owns the working memory and the worker threads.
  *
- * Ownership: what an `open` or `create` function returns belongs to the caller, who gives it back to the `free` function
- * of its type; NULL may be given back. Strings and arrays that a query returns belong to the model or session asked.
+ * Ownership: what an `open` or `create` function returns belongs to the caller, who gives it back to the `free`
+ * function of its type; NULL may be given back. Strings and arrays that a query returns belong to the model or session
+ * asked.
  *
  * Threads: functions on a model may be called from any thread at any time. A session serves one thread at a time;
  * different sessions of one model run side by side. The library has no global state.
