@@ -16,6 +16,7 @@ from tvm import tirx
 from tvm.tirx.buffer import buffer_data_pointer_type, is_buffer_var
 
 STATUS = "status"
+AS_WRITTEN = "coda.as_written"
 _BODY = "_body"
 _PIPELINE = "coda_kernel"
 
@@ -52,6 +53,19 @@ define dllexport i32 @{name}(ptr %buffers, ptr %ints) {{
 
 def _reports_status(func: tirx.PrimFunc) -> bool:
     return any(is_buffer_var(p) and p.name == STATUS for p in func.params)
+
+
+@tirx.transform.prim_func_pass(opt_level=0)
+class Simplify:
+    """StmtSimplify of every function that may be simplified."""
+
+    def transform_function(
+        self, func: tirx.PrimFunc, module: tvm.IRModule, context: tvm.transform.PassContext
+    ) -> tirx.PrimFunc:
+        """The function, simplified unless it has the attribute ``AS_WRITTEN``."""
+        if func.attrs.get(AS_WRITTEN) is not None:
+            return func
+        return tirx.transform.StmtSimplify()(tvm.IRModule({"f": func}))["f"]
 
 
 @tirx.transform.prim_func_pass(opt_level=0)
@@ -101,14 +115,15 @@ class PointerArrays:
 def _pipeline() -> tuple[tvm.transform.Pass, Callable[[], tvm.transform.Pass], Callable[[], tvm.transform.Pass]]:
     """TVM's default CPU lowering, with the steps that only other devices need left out and our ABI in place of its own.
 
-    There is no StmtSimplify: it writes every bound value out at each use, and then folds ``(x + c) - c`` of floats to ``x``.
+    StmtSimplify writes every bound value out at each use, and then folds ``(x + c) - c`` of floats to ``x``: a function with the
+    attribute ``AS_WRITTEN`` is left alone by it.
     """
     passes = [
         tirx.transform.FlattenBuffer(),
         tirx.transform.BF16ComputeLegalize(),
         tirx.transform.VectorizeLoop(True),
         tirx.transform.UnrollLoop(),
-        tirx.transform.StmtSimplify(),
+        Simplify(),
         PointerArrays(),
         tirx.transform.BF16StorageLegalize(),
     ]
