@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from importlib.metadata import version
 from pathlib import Path
 
 import handmade
@@ -12,7 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from coda_edge import Session
+import coda_edge
+from coda_edge import Session, _runtime
 from coda_edge.bundle import to_bytes, write
 from coda_edge.errors import CodaError, DataError, ShapeError
 
@@ -220,3 +222,7 @@ def test_needs_no_compiler(tmp_path: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_one_version() -> None:
+    assert _runtime.version == coda_edge.__version__ == version("coda-edge")
