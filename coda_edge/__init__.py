@@ -10,15 +10,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import epilogue
+    from .driver import Optimized, optimize
+    from .errors import CodaError
     from .session import Session
+    from .targets import Target
 
 __version__ = "0.1.0"
-__all__ = ["Session", "__version__"]
+__all__ = ["CodaError", "Optimized", "Session", "Target", "__version__", "epilogue", "optimize"]
 
-_MODULES = {"Session": ".session"}
+_MODULES = {
+    "CodaError": ".errors",
+    "Optimized": ".driver",
+    "Session": ".session",
+    "Target": ".targets",
+    "optimize": ".driver",
+}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "epilogue":
+        return import_module(".epilogue", __name__)
     if name not in _MODULES:
         raise AttributeError(f"module 'coda_edge' has no attribute '{name}'")
     value = getattr(import_module(_MODULES[name], __name__), name)
