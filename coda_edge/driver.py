@@ -60,11 +60,11 @@ def optimize(
     Raises InvalidModel, ShapeError, UnsupportedOperator, TargetError, or VerificationError naming the pass or stage.
     """
     from .lower import lower
-    from .targets import resolve
+    from .targets import get
 
     start = time.perf_counter()
     tell = progress or (lambda stage, fraction: None)
-    chosen = resolve(target)
+    chosen = get(target)
 
     tell("load", 0.0)
     loaded = frontend.load(model)
@@ -80,7 +80,8 @@ def optimize(
     exported = export.to_model(graph)
     tell("lower", 0.0)
     lowered = lower(graph, chosen)
-    library = chosen.build(lowered.kernels, lambda fraction: tell("build kernels", fraction))
+    tell("build kernels", 0.0)
+    library = chosen.build(lowered.kernels)
     bundle = plans.Bundle(
         plan=lowered.plan,
         constants=lowered.constants,
@@ -94,7 +95,7 @@ def optimize(
         features=chosen.features,
     )
     error = None
-    if verifier is not None and chosen.runs_here():
+    if verifier is not None and not chosen.missing():
         tell("verify", 0.0)
         with Session(writer.to_bytes(bundle), threads=1) as session:
             error = verifier.check(session.run, f"the bundle for {chosen.name}")

@@ -87,7 +87,7 @@ def _is_literal(tensor: Tensor) -> bool:
     """Whether ``tensor`` is written into the body: a small constant, or an absent optional input."""
     if isinstance(tensor, gs.Constant):
         return int(tensor.values.size) <= LITERAL_SIZE
-    return tensor.name == ""
+    return not tensor.name
 
 
 def _body(group: list[gs.Node], inputs: list[Tensor], outputs: list[Tensor]) -> gs.Graph:

@@ -22,10 +22,9 @@ from coda_edge.ir import (
     is_output,
     made_by,
     producer,
-    same,
     shape,
 )
-from coda_edge.symbolic import Dim
+from coda_edge.symbolic import Dim, same
 
 Dims: TypeAlias = Sequence[Dim]
 KindRule: TypeAlias = Callable[[Dims, Dims], "Kind | None"]

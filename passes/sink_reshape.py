@@ -30,10 +30,10 @@ from coda_edge.ir import (
     is_output,
     producer,
     remove_dead,
-    same,
     same_shape,
     shape,
 )
+from coda_edge.symbolic import same
 
 from .base import Pass, PassLog
 
