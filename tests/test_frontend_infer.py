@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 import pytest
+import sympy
 from graphs import fixture_names, load_fixture, random_inputs
 from onnx import helper, parser
 
@@ -15,7 +16,7 @@ from coda_edge.errors import ShapeError
 from coda_edge.frontend import SymbolicInfo, infer, load
 from coda_edge.frontend.fold import inline_constants
 from coda_edge.inputs import input_specs
-from coda_edge.symbolic import evaluate, parse_dim
+from coda_edge.symbolic import evaluate
 
 
 def _graph(body: str, opset: int = 18) -> gs.Graph:
@@ -61,12 +62,7 @@ def test_every_tensor_of_an_export(name: str) -> None:
         assert tuple(evaluate(d, sizes) for d in info.shapes[tensor.name]) == expected.shape
         assert np.dtype(tensor.dtype) == expected.dtype
         if tensor.name in info.values:
-            value = [
-                evaluate(parse_dim(str(v)) if not isinstance(v, (int, float)) else v, sizes)
-                if not isinstance(v, (int, float))
-                else v
-                for v in info.values[tensor.name].flat
-            ]
+            value = [evaluate(v, sizes) if isinstance(v, sympy.Expr) else v for v in info.values[tensor.name].flat]
             np.testing.assert_array_equal(np.asarray(value).reshape(expected.shape), expected)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
@@ -115,18 +115,32 @@ def _evaluate(nodes: Sequence[gs.Node], wanted: Sequence[gs.Variable], opset: in
         return list(ReferenceEvaluator(model).run(None, feeds))
 
 
-def merge_constants(graph: gs.Graph) -> None:
-    """Makes constants of equal dtype, shape and data one."""
+#: The digest of each constant's data, by name; the data itself tells whether it is still that constant.
+Digests: TypeAlias = "dict[str, tuple[ir.Array, Hashable]]"
+
+
+def merge_constants(graph: gs.Graph, digests: Digests) -> None:
+    """Makes constants of equal dtype, shape and data one. ``digests`` is kept between calls, so that none is read twice."""
     first: dict[Hashable, gs.Constant] = {}
+    before = dict(digests)
+    digests.clear()
     for tensor in graph.tensors().values():
         if not isinstance(tensor, gs.Constant) or not tensor.name:
             continue
-        data = np.asarray(tensor.values, order="C")
-        digest = hashlib.blake2b(data.data if data.size else b"", digest_size=16).digest()
-        kept = first.setdefault((str(data.dtype), data.shape, digest), tensor)
+        data = tensor.values
+        known = before.get(tensor.name)
+        digest = known[1] if known is not None and known[0] is data else _digest(np.asarray(data, order="C"))
+        digests[tensor.name] = (data, digest)
+        kept = first.setdefault(digest, tensor)
         if kept is not tensor and not ir.is_output(graph, tensor):
             for user in ir.consumers(tensor):
                 user.inputs = [kept if t is tensor else t for t in user.inputs]
+
+
+def _digest(data: ir.Array) -> Hashable:
+    # A view of bytes: dtypes that NumPy does not know by itself (bfloat16) have no buffer of their own.
+    content = data.reshape(-1).view(np.uint8).data if data.size else b""
+    return (str(data.dtype), data.shape, hashlib.blake2b(content, digest_size=16).digest())
 
 
 def merge_nodes(graph: gs.Graph) -> int:
@@ -154,6 +168,5 @@ def _attributes(node: gs.Node) -> Hashable:
 
 def _frozen(value: Any) -> str:
     if isinstance(value, gs.Constant):
-        data = np.asarray(value.values)
-        return f"{data.dtype}{data.shape}{hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()}"
+        return repr(_digest(np.asarray(value.values, order="C")))
     return repr(value)

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 import onnx
+import onnx_graphsurgeon as gs
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import external_data_helper, inliner, version_converter
 
@@ -159,47 +160,30 @@ def _size_name(name: str) -> str:
     return cleaned if cleaned.isidentifier() and not iskeyword(cleaned) else f"size_{cleaned}" if cleaned else ""
 
 
-def bind(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int | str]] | None) -> None:
-    """Gives inputs of ``model`` the dimensions in ``shapes``, in place; a string names a size that stays dynamic.
+def bind(graph: gs.Graph, shapes: Mapping[str, Sequence[int | str]]) -> None:
+    """Gives inputs of ``graph`` the dimensions in ``shapes``, in place; a string names a size that stays dynamic.
 
     A size that is bound here is bound wherever else the inputs name it.
 
     Raises ShapeError if an input is unknown, the rank differs, or a fixed dimension would change.
     """
-    inputs = {i.name: i for i in model.graph.input}
+    inputs = {i.name: i for i in graph.inputs}
+    listing = ", ".join(f"{i.name}[{', '.join(map(str, i.shape or ()))}]" for i in graph.inputs)
     bound: dict[str, int | str] = {}
-    for name, dims in (shapes or {}).items():
-        listing = ", ".join(f"{i.name}{_dims(i)}" for i in inputs.values())
+    for name, dims in shapes.items():
         if name not in inputs:
             raise ShapeError(f"there is no input '{name}'; the inputs are {listing}")
-        have = inputs[name].type.tensor_type.shape.dim
-        if inputs[name].type.tensor_type.HasField("shape") and len(have) != len(dims):
+        have = inputs[name].shape if inputs[name].shape is not None else list(dims)
+        if len(have) != len(dims):
             raise ShapeError(f"input '{name}' has {len(have)} dimensions, not {len(dims)}; the inputs are {listing}")
-        if not len(have):
-            for _ in dims:
-                have.add()
-        for dim, new in zip(have, dims, strict=True):
-            if dim.HasField("dim_value") and dim.dim_value != new:
-                raise ShapeError(f"input '{name}' fixes a dimension to {dim.dim_value}, not {new}: {listing}")
+        for old, new in zip(have, dims, strict=True):
             if isinstance(new, int) and new < 0:
-                raise ShapeError(f"input '{name}' cannot have a dimension of {new}: {listing}")
-            if dim.dim_param and bound.setdefault(dim.dim_param, new) != new:
-                raise ShapeError(f"size '{dim.dim_param}' is bound to both {bound[dim.dim_param]} and {new}: {listing}")
-            if not dim.dim_param:
-                _set(dim, new)
-    for value in inputs.values():
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param in bound:
-                _set(dim, bound[dim.dim_param])
-
-
-def _set(dim: onnx.TensorShapeProto.Dimension, size: int | str) -> None:
-    if isinstance(size, int):
-        dim.dim_value = size
-    else:
-        dim.dim_param = size
-
-
-def _dims(value: onnx.ValueInfoProto) -> str:
-    dims = value.type.tensor_type.shape.dim
-    return "[" + ", ".join(str(d.dim_value) if d.HasField("dim_value") else d.dim_param for d in dims) + "]"
+                raise ShapeError(f"input '{name}' cannot have a dimension of {new}; the inputs are {listing}")
+            if isinstance(old, int) and old != new:
+                raise ShapeError(f"input '{name}' fixes a dimension to {old}, not {new}; the inputs are {listing}")
+            if isinstance(old, str) and bound.setdefault(old, new) != new:
+                raise ShapeError(f"size '{old}' is bound to both {bound[old]} and {new}; the inputs are {listing}")
+        inputs[name].shape = list(have)
+    for tensor in graph.inputs:
+        if tensor.shape is not None:
+            tensor.shape = [bound.get(d, d) if isinstance(d, str) else d for d in tensor.shape]

@@ -12,7 +12,7 @@ from . import decompose as _basic
 from . import decompose_attention as _attention
 from . import simplify as _simplify
 from .builder import decompose
-from .fold import fold_constants, fold_values, inline_constants, merge_constants, merge_nodes
+from .fold import Digests, fold_constants, fold_values, inline_constants, merge_constants, merge_nodes
 from .indexing import simplify_indexing
 from .model import bind
 from .movement import compose_movement
@@ -32,46 +32,44 @@ def normalize(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int | str]] 
 
     ``shapes`` gives inputs dimensions by name, as in ``{"input_ids": (1, 128)}``; a string names a dynamic size.
 
-    Raises ShapeError if ``shapes`` does not fit or a shape cannot be found, UnsupportedOperator for an operator that
+    ``model`` is not changed. Raises ShapeError if ``shapes`` does not fit or a shape cannot be found, UnsupportedOperator for an operator that
     cannot be written in basic ones.
     """
-    bound = onnx.ModelProto()
-    bound.CopyFrom(model)
-    bind(bound, shapes)
-    graph = gs.import_onnx(bound)
+    graph = gs.import_onnx(model)
+    bind(graph, shapes or {})
     inline_constants(graph)
+    digests: Digests = {}
     for _ in range(_ROUNDS):
-        if not _round(graph):
+        if not _round(graph, digests):
             break
     emit_sizes(graph, infer(graph))
-    _tidy(graph)
+    _tidy(graph, digests)
     infer(graph)
     ir.sort(graph)
     return graph
 
 
-def _round(graph: gs.Graph) -> int:
+def _round(graph: gs.Graph, digests: Digests) -> int:
     info = infer(graph)
     changes = fold_values(graph, info) + fold_constants(graph)
     changes += simplify_targets(graph) + simplify_bounds(graph, info)
     ir.remove_dead(graph)
-    changes += decompose(graph)
-    changes += _tidy(graph)
-    return changes or _rearrange(graph)
+    changes += decompose(graph) + _tidy(graph, digests)
+    return changes or _rearrange(graph, digests)
 
 
-def _rearrange(graph: gs.Graph) -> int:
+def _rearrange(graph: gs.Graph, digests: Digests) -> int:
     """What needs every shape: done once nothing else is left to do."""
-    changes = simplify_indexing(graph, infer(graph)) + _tidy(graph)
+    changes = simplify_indexing(graph, infer(graph)) + _tidy(graph, digests)
     infer(graph)
-    changes += defer_expands(graph) + _tidy(graph)
+    changes += defer_expands(graph) + _tidy(graph, digests)
     infer(graph)
-    return changes + compose_movement(graph) + _tidy(graph)
+    return changes + compose_movement(graph) + _tidy(graph, digests)
 
 
-def _tidy(graph: gs.Graph) -> int:
+def _tidy(graph: gs.Graph, digests: Digests) -> int:
     ir.remove_dead(graph)
-    merge_constants(graph)
+    merge_constants(graph, digests)
     changes = merge_nodes(graph)
     ir.remove_dead(graph)
     return changes

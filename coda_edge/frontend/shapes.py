@@ -23,7 +23,7 @@ from ..symbolic import Dim, format_dim, nonnegative, parse_dim, same, simplify, 
 
 #: An object array of ints, floats, bools and sympy expressions.
 Values: TypeAlias = npt.NDArray[np.object_]
-#: A tensor's dtype (numpy's, or ONNX's number for what numpy lacks) and dimensions.
+#: A tensor's NumPy dtype and dimensions.
 Type: TypeAlias = "tuple[Any, tuple[Dim, ...]]"
 
 # Values are followed for tensors of at most this many elements: more never is a shape.
@@ -236,14 +236,14 @@ def _infer(graph: gs.Graph, known: dict[str, Values]) -> SymbolicInfo:
     for tensor in graph.inputs:
         if tensor.shape is None:
             raise ShapeError(f"input '{tensor.name}' has no shape: give one, as in --shape {tensor.name}=1x128")
-        types[tensor.name] = (tensor.dtype, ir.shape(tensor))
+        types[tensor.name] = (numpy_dtype(tensor.dtype), ir.shape(tensor))
     symbols = [s for t in graph.inputs for d in types[t.name][1] if not isinstance(d, int) for s in _in_order(d)]
     state = _State(SymbolicInfo(values=dict(known)), Equalities(symbols))
     opset = graph.opset or 18
     for node in ir.in_order(graph):
         for tensor in node.inputs:
             if isinstance(tensor, gs.Constant):
-                types.setdefault(tensor.name, (tensor.dtype, ir.shape(tensor)))
+                types.setdefault(tensor.name, (numpy_dtype(tensor.dtype), ir.shape(tensor)))
             elif tensor.name and tensor.name not in types:
                 raise ShapeError(f"{node.op} (node '{node.name}') reads '{tensor.name}', which nothing computes")
         _visit(Call(node, opset, types, state), types, state)
@@ -303,7 +303,7 @@ def ask_onnx(call: Call) -> list[Type]:
         elif tensor.name:
             dtype, dims = call._types[tensor.name]
             value_infos[tensor.name] = onnx.helper.make_tensor_value_info(
-                tensor.name, _onnx_dtype(dtype), [format_dim(d) for d in dims]
+                tensor.name, onnx.helper.np_dtype_to_tensor_dtype(dtype), [format_dim(d) for d in dims]
             )
     bare = gs.Node(
         op=node.op,
@@ -335,7 +335,7 @@ def ask_onnx(call: Call) -> list[Type]:
             )
             found.append((onnx.helper.tensor_dtype_to_np_dtype(proto_type.elem_type), dims))
         elif declared[index][1] is not None and declared[index][0] is not None:
-            found.append((declared[index][0], tuple(parse_dim(d) for d in declared[index][1])))
+            found.append((numpy_dtype(declared[index][0]), tuple(parse_dim(d) for d in declared[index][1])))
         elif tensor.name:
             raise call.error(
                 f"no shape is known for output '{tensor.name}' of operator {node.domain or 'ai.onnx'}::{node.op}; "
@@ -346,5 +346,6 @@ def ask_onnx(call: Call) -> list[Type]:
     return found
 
 
-def _onnx_dtype(dtype: Any) -> int:
-    return dtype if isinstance(dtype, int) else onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+def numpy_dtype(dtype: Any) -> Any:
+    """A dtype as NumPy has it, from either NumPy's or ONNX's number for one."""
+    return onnx.helper.tensor_dtype_to_np_dtype(dtype) if isinstance(dtype, int) else np.dtype(dtype)
