@@ -49,7 +49,9 @@ class Guarded:
     def check(self) -> None:
         """Asserts that nothing outside the arrays was written."""
         for memory, start, stop in self._memory:
-            assert (memory[:start] == 0xA5).all() and (memory[stop:] == 0xA5).all(), "a kernel wrote outside its buffers"
+            assert (memory[:start] == 0xA5).all() and (memory[stop:] == 0xA5).all(), (
+                "a kernel wrote outside its buffers"
+            )
 
 
 def run(

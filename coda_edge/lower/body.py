@@ -80,7 +80,9 @@ class Body:
         value = index(value) if isinstance(value, int) else value
         if isinstance(value, (tirx.Var, tirx.IntImm, tirx.FloatImm)):
             return value
-        if value.ty.dtype.is_float and not isinstance(value, _LOAD):
+        if value.ty.dtype.is_bool and lanes(value) > 1:
+            return value  # TVM's simplifier fails on a variable of this type; comparisons are cheap to repeat
+        if not isinstance(value, _LOAD):
             # TVM's simplifier replaces a variable by its pure definition, which makes trees of shared values explode;
             # it does not look through memory, and LLVM makes a register of it.
             local = self.alloc(lanes(value), value.ty.dtype.with_lanes(1), name)
