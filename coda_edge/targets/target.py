@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 GROUP = "coda_edge.targets"
 NATIVE = "native"
-_BUILT_IN = ("coda_edge.targets.x86_64",)
+_BUILT_IN = ("coda_edge.targets.x86_64", "coda_edge.targets.cuda")
 
 
 @dataclass(frozen=True)
