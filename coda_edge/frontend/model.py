@@ -40,6 +40,7 @@ def load(source: Source) -> onnx.ModelProto:
     # Before version 4, initializers had to be inputs too, which they are no longer after this.
     model.ir_version = max(model.ir_version, 4)
     weights = _take_weights(model.graph)
+    _move_norms(model)
     _check(model, name)
     if model.functions:
         model = inliner.inline_local_functions(model)
@@ -97,6 +98,15 @@ def _put_weights(graph: onnx.GraphProto, weights: Sequence[onnx.TensorProto]) ->
     del graph.input[:]
     graph.input.extend(inputs)
     graph.initializer.extend(weights)
+
+
+def _move_norms(model: onnx.ModelProto) -> None:
+    """onnxruntime's optimiser writes one operator of its own in ONNX's domain, where the checker refuses it."""
+    norms = [n for n in model.graph.node if n.op_type == "SimplifiedLayerNormalization" and not n.domain]
+    for node in norms:
+        node.domain = "com.microsoft"
+    if norms and all(o.domain != "com.microsoft" for o in model.opset_import):
+        model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
 
 
 def _check(model: onnx.ModelProto, name: str) -> None:

@@ -8,9 +8,8 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from .. import ir
-from . import decompose as _basic
-from . import decompose_attention as _attention
-from . import simplify as _simplify
+from . import contrib, decompose_attention, simplify
+from . import decompose as decompose_basic
 from .builder import decompose
 from .fold import Digests, fold_constants, fold_values, inline_constants, merge_constants, merge_nodes
 from .indexing import simplify_indexing
@@ -21,7 +20,7 @@ from .sizes import emit_sizes, simplify_bounds, simplify_targets
 from .spread import defer_expands
 
 # Imported for the decompositions that they register.
-_TABLES = (_simplify, _basic, _attention)
+_TABLES = (simplify, decompose_basic, decompose_attention, contrib)
 
 # Each round undoes at least one layer of composition; exporters nest a handful.
 _ROUNDS = 12

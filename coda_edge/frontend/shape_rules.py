@@ -641,11 +641,6 @@ def _einsum(call: Call) -> list[Type]:
     return [(call.dtype(), tuple(sizes[c] for c in right))]
 
 
-@shape_rule("SimplifiedLayerNormalization")
-def _simplified_layer_norm(call: Call) -> list[Type]:
-    return [(call.dtype(), call.shape())]
-
-
 def dtype_of(onnx_type: int) -> Any:
     """NumPy's dtype for an ONNX element type."""
     return onnx.helper.tensor_dtype_to_np_dtype(int(onnx_type))
