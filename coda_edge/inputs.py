@@ -100,9 +100,8 @@ def bind_sizes(specs: Sequence[InputSpec], shapes: Mapping[str, Sequence[int | s
                 known = isinstance(dim, int) or all(s.name in sizes for s in dim.free_symbols)
                 expected = evaluate(dim, sizes) if known else number
             if expected != number:
-                raise ShapeError(
-                    f"input '{name}': dimension {axis} was given as {number}, but it is {dim} = {expected}"
-                )
+                it_is = f"{dim}" if isinstance(dim, int) else f"{dim} = {expected}"
+                raise ShapeError(f"input '{name}': dimension {axis} was given as {number}, but it is {it_is}")
     return sizes
 
 
