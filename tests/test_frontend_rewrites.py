@@ -14,6 +14,7 @@ from graphs import run, to_model, worst_error
 from onnx import parser
 
 from coda_edge import ir
+from coda_edge.errors import UnsupportedOperator
 from coda_edge.frontend import load, normalize
 from coda_edge.inputs import input_specs
 
@@ -360,3 +361,25 @@ def test_sizes_that_only_arithmetic_gives() -> None:
     }""")
     assert _ops(graph) == {"Shape": 2, "Concat": 1, "Reshape": 1}
     assert all(n.inputs[0].name == "x" for n in graph.nodes if n.op == "Shape")
+
+
+# Control flow
+
+BRANCH = """(float[B, {size}] x) => (float y) {{
+    s = Shape(x) i = Constant <value_int = 1> () n = Gather(s, i) three = Constant <value_int = 3> () c = Equal(n, three)
+    z = If (c) <
+        then_branch = t () => (float tr) {{ a = Constant <value_ints = [1]> () r = ReduceSum <keepdims = 0> (x, a) tr = Neg(r) }},
+        else_branch = e () => (float er) {{ er = Relu(x) }}
+    >
+    y = Exp(z)
+}}"""
+
+
+@pytest.mark.parametrize(("size", "left"), [(3, {"ReduceSum", "Neg", "Exp"}), (4, {"Relu", "Exp"})])
+def test_a_branch_that_sizes_decide(size: int, left: set[str]) -> None:
+    assert set(_ops(_check(BRANCH.format(size=size)))) == left
+
+
+def test_a_branch_that_data_decides() -> None:
+    with pytest.raises(UnsupportedOperator, match=r"operator If .*its path depends on data"):
+        normalize(load(_parse(BRANCH.format(size="S"))))

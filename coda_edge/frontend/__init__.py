@@ -6,7 +6,7 @@ and cancels data movement; ``infer`` gives every tensor its symbolic shape, also
 
 from __future__ import annotations
 
-from . import coda_rules, contrib, shape_rules, value_rules
+from . import coda_rules, contrib, layout_rules, shape_rules, value_rules
 from .model import load
 from .normal_form import normalize
 from .shapes import Constraint, SymbolicInfo, infer
@@ -14,4 +14,4 @@ from .shapes import Constraint, SymbolicInfo, infer
 __all__ = ["Constraint", "SymbolicInfo", "infer", "load", "normalize"]
 
 # Imported for the rules that they register.
-_RULES = (coda_rules, contrib, shape_rules, value_rules)
+_RULES = (coda_rules, contrib, layout_rules, shape_rules, value_rules)

@@ -31,11 +31,12 @@ def inline_constants(graph: gs.Graph) -> None:
     for node in dead:
         output = node.outputs[0]
         node.outputs.clear()
-        output.to_constant(_constant_value(node))
+        output.to_constant(constant_of(node))
     ir.remove_nodes(graph, dead)
 
 
-def _constant_value(node: gs.Node) -> ir.Array:
+def constant_of(node: gs.Node) -> ir.Array:
+    """The value of a Constant node."""
     name, data = next(iter(node.attrs.items()))
     if name == "value":
         return np.asarray(data.values)

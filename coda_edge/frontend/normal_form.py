@@ -10,6 +10,7 @@ import onnx_graphsurgeon as gs
 from .. import ir
 from . import contrib, decompose_attention, simplify
 from . import decompose as decompose_basic
+from .branches import inline_branches
 from .builder import decompose
 from .fold import Digests, fold_constants, fold_values, inline_constants, merge_constants, merge_nodes
 from .indexing import simplify_indexing
@@ -50,7 +51,9 @@ def normalize(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int | str]] 
 
 def _round(graph: gs.Graph, digests: Digests) -> int:
     info = infer(graph)
-    changes = fold_values(graph, info) + fold_constants(graph)
+    changes = fold_values(graph, info) + fold_constants(graph) + inline_branches(graph)
+    if changes:
+        info = infer(graph)
     changes += simplify_targets(graph) + simplify_bounds(graph, info)
     ir.remove_dead(graph)
     changes += decompose(graph) + _tidy(graph, digests)

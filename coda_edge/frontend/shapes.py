@@ -89,8 +89,8 @@ class Call:
     def __init__(self, node: gs.Node, opset: int, types: dict[str, Type], state: _State) -> None:
         self.node = node
         self.opset = opset
-        self._types = types
-        self._state = state
+        self.types = types
+        self.state = state
 
     def __len__(self) -> int:
         return len(self.node.inputs)
@@ -101,11 +101,11 @@ class Call:
 
     def dtype(self, index: int = 0) -> Any:
         """The dtype of an input."""
-        return self._types[self.node.inputs[index].name][0]
+        return self.types[self.node.inputs[index].name][0]
 
     def shape(self, index: int = 0) -> tuple[Dim, ...]:
         """The dimensions of an input."""
-        return tuple(map(self._state.equal.resolve, self._types[self.node.inputs[index].name][1]))
+        return tuple(map(self.state.equal.resolve, self.types[self.node.inputs[index].name][1]))
 
     def value(self, index: int) -> Values | None:
         """The value of an input, if constants or shapes determine it."""
@@ -115,10 +115,10 @@ class Call:
         if isinstance(tensor, gs.Constant):
             # Small constants only: the data of a large one may not even be loaded yet.
             return np.asarray(tensor.values).astype(object) if np.prod(tensor.shape) <= _MOST_VALUES else None
-        value = self._state.info.values.get(tensor.name)
-        if value is None or not self._state.equal.known:
+        value = self.state.info.values.get(tensor.name)
+        if value is None or not self.state.equal.known:
             return value
-        resolved = [self._state.equal.resolve(v) if isinstance(v, sympy.Expr) else v for v in value.flat]
+        resolved = [self.state.equal.resolve(v) if isinstance(v, sympy.Expr) else v for v in value.flat]
         return objects(resolved, value.shape)
 
     def ints(self, index: int) -> list[int] | None:
@@ -140,19 +140,19 @@ class Call:
 
     def equate(self, a: Dim, b: Dim) -> Dim:
         """``a``, after assuming that it equals ``b``. Raises ShapeError if they cannot be equal."""
-        equal = self._state.equal
+        equal = self.state.equal
         a, b = equal.resolve(a), equal.resolve(b)
         if same(a, b):
             return a
         if sympy.sympify(a - b).is_zero is False or not equal.equate(a, b):
             raise self.error(f"sizes {a} and {b} would have to be equal")
-        self._state.info.constraints.append(Constraint(a, "=", b, self.node.name))
+        self.state.info.constraints.append(Constraint(a, "=", b, self.node.name))
         return equal.resolve(a)
 
     def at_most(self, a: Dim, b: Dim) -> None:
         """Assumes ``a <= b``."""
         if not nonnegative(simplify(sympy.sympify(b) - sympy.sympify(a))):
-            self._state.info.constraints.append(Constraint(a, "<=", b, self.node.name))
+            self.state.info.constraints.append(Constraint(a, "<=", b, self.node.name))
 
     def fresh(self, axis: int, output: int = 0) -> Dim:
         """A new symbol for a dimension that only the data determines."""
@@ -161,7 +161,7 @@ class Call:
     def error(self, message: str) -> ShapeError:
         """A ShapeError that names the node and its operands."""
         shapes = ", ".join(
-            f"{t.name}{list(self._types[t.name][1])}" for t in self.node.inputs if t.name and t.name in self._types
+            f"{t.name}{list(self.types[t.name][1])}" for t in self.node.inputs if t.name and t.name in self.types
         )
         return ShapeError(f"{self.node.op} (node '{self.node.name}'): {message}; its inputs are {shapes}")
 
@@ -175,7 +175,7 @@ class Call:
             if value is not None:
                 known[tensor.name] = value
         info = _infer(graph, known)
-        self._state.info.constraints.extend(info.constraints)
+        self.state.info.constraints.extend(info.constraints)
         return [(t.dtype, info.shapes[t.name]) for t in graph.outputs]
 
 
@@ -291,6 +291,16 @@ def _finish(graph: gs.Graph, types: dict[str, Type], state: _State) -> None:
             tensor.shape = [format_dim(d) for d in dims]
 
 
+def infer_nested(call: Call, graph: gs.Graph) -> list[Type]:
+    """Infers a subgraph of ``call``'s node, which reads the outer graph's tensors, and returns its outputs' types."""
+    for node in ir.in_order(graph):
+        for tensor in node.inputs:
+            if isinstance(tensor, gs.Constant):
+                call.types.setdefault(tensor.name, (numpy_dtype(tensor.dtype), ir.shape(tensor)))
+        _visit(Call(node, call.opset, call.types, call.state), call.types, call.state)
+    return [call.types[t.name] for t in graph.outputs]
+
+
 def ask_onnx(call: Call) -> list[Type]:
     """The types that ``onnx.shape_inference`` gives for one node, or those that the model declares."""
     node = call.node
@@ -301,7 +311,7 @@ def ask_onnx(call: Call) -> list[Type]:
         if isinstance(tensor, gs.Constant) and np.prod(tensor.shape) <= _MOST_VALUES:
             constants.append(onnx.numpy_helper.from_array(np.asarray(tensor.values), tensor.name))
         elif tensor.name:
-            dtype, dims = call._types[tensor.name]
+            dtype, dims = call.types[tensor.name]
             value_infos[tensor.name] = onnx.helper.make_tensor_value_info(
                 tensor.name, onnx.helper.np_dtype_to_tensor_dtype(dtype), [format_dim(d) for d in dims]
             )

@@ -6,7 +6,7 @@ import numpy as np
 
 from .. import ir
 from .builder import Builder, decomposition
-from .shape_rules import UNBOUNDED
+from .layout_rules import UNBOUNDED
 from .sizes import TO_END
 
 # For each operator, the operand that has no effect, and on which sides.

@@ -13,7 +13,9 @@ import numpy as np
 import sympy
 
 from ..symbolic import Dim, divide, nonnegative, product, simplify
-from .shape_rules import dtype_of, shape_range, slice_parts
+from .fold import constant_of
+from .layout_rules import shape_range, slice_parts
+from .shape_rules import dtype_of
 from .shapes import Call, Type, Values, objects, value_rule
 
 Scalar = Any  # int, float, bool or sympy.Expr
@@ -167,6 +169,11 @@ def _cast(call: Call, found: list[Type]) -> Values | None:
         return {"b": bool, "i": int, "u": int, "f": float}[kind](a)
 
     return _map(call, found, cast) if kind in "biuf" else None
+
+
+@value_rule("Constant")
+def _constant(call: Call, found: list[Type]) -> Values | None:
+    return constant_of(call.node).astype(object)
 
 
 @value_rule("Shape")
