@@ -1,0 +1,418 @@
+"""One kernel under construction: a stack of loop scopes into which statements are written.
+
+Every value that is bound goes to the outermost scope in which its variables exist, once: loop-invariant code moves out and
+common subexpressions are shared by construction, whatever order the operators ask in. The kernel signature is that of
+``docs/architecture.md``: buffers, then the thread's scratch if the kernel uses it, sizes, begin, end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import tvm
+from tvm import tirx
+from tvm.tirx import Buffer, PrimFunc, Stmt, Var
+from tvm_ffi import StructuralMutator, structural_mutate
+
+from ..symbolic import Dim, simplify
+from .abi import AS_WRITTEN, STATUS
+from .kernel import KernelCall, KernelSource, Packed, Workspace
+
+Expr: TypeAlias = "tvm.ir.Expr"
+INDEX_ERROR = 1  # what a kernel returns when an index that it read is out of range
+_UNBOUNDED = 1 << 40  # declared extent of a flat buffer, and of any size that is not known
+
+
+class ScalarLanes(Exception):
+    """The kernel cannot run several elements of the last axis at once: build it with one lane."""
+
+
+class Granule(Exception):
+    """The last axis falls into runs of ``size`` elements that must not share a vector: build it in such runs."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.size = size
+
+
+@dataclass
+class _Scope:
+    statements: list[Stmt] = field(default_factory=list)
+    memo: dict[str, Var] = field(default_factory=dict)
+    required: set[str] = field(default_factory=set)
+    conditional: bool = False
+
+
+def int64(value: int) -> Expr:
+    """An index constant."""
+    return tirx.const(value, "int64")
+
+
+def dtype_of(expr: Expr) -> str:
+    """The dtype of an expression."""
+    return str(expr.ty)
+
+
+def as_int(expr: Expr) -> int | None:
+    """The value of a constant index expression, else None."""
+    return int(expr.value) if isinstance(expr, tirx.IntImm) else None
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An associative operation on scalars, and its neutral element as a function of the dtype."""
+
+    combine: Callable[[Expr, Expr], Expr]
+    identity: Callable[[str], Expr]
+
+
+SUM = Reduction(lambda a, b: a + b, lambda dtype: tirx.const(0, dtype))
+
+
+@dataclass
+class Accumulator:
+    """Partial results of a reduction, one for each lane; ``result`` is the whole, once the reduction is over."""
+
+    emit: Emitter
+    parts: Buffer
+    kind: Reduction
+    result: Expr = None
+
+    def add(self, value: Expr, lane: Expr) -> None:
+        """Takes ``value`` into the partial result of ``lane``."""
+        self.emit.store(self.parts, lane, self.kind.combine(tirx.BufferLoad(self.parts, [lane]), value))
+
+
+class Emitter:
+    """Writes one kernel. ``lanes`` is the vector width in elements, ``granule`` the length of a run of the last axis."""
+
+    def __init__(self, lanes: int = 1, granule: int | None = None) -> None:
+        self.lanes = lanes
+        self.granule = granule
+        self._scopes = [_Scope()]
+        self._depth: dict[Var, int] = {}
+        self._lane: Var | None = None
+        self._lane_depth = -1
+        self._width = 1
+        self._buffers: dict[str, Buffer] = {}
+        self._operands: list[str | Packed | Workspace] = []
+        self._sizes: dict[Dim, Var] = {}
+        self._scratch: Buffer | None = None
+        self._status: Buffer | None = None
+        self._analyzer = tvm.sym.Analyzer()
+        self._count = 0
+        self.begin = self._variable("begin")
+        self.end = self._variable("end")
+
+    def size(self, dim: Dim) -> Expr:
+        """``dim`` as an int64 expression: a constant, or a parameter of the kernel."""
+        dim = simplify(dim)
+        if isinstance(dim, int):
+            return int64(dim)
+        if dim not in self._sizes:
+            self._sizes[dim] = self._variable(f"n{len(self._sizes)}")
+        return self._sizes[dim]
+
+    def buffer(self, operand: str | Packed | Workspace, dtype: str) -> Buffer:
+        """The flat buffer of a graph tensor, constant or workspace; a bool tensor is stored as uint8."""
+        key = operand if isinstance(operand, str) else f"{type(operand).__name__} {operand.name}"
+        if key not in self._buffers:
+            stored = "uint8" if dtype == "bool" else dtype
+            self._buffers[key] = tirx.decl_buffer((_UNBOUNDED,), stored, name=f"buf{len(self._buffers)}")
+            self._operands.append(operand)
+        return self._buffers[key]
+
+    def scratch(self, dtype: str) -> Buffer:
+        """The calling thread's scratch, as a flat buffer."""
+        if self._scratch is None:
+            self._scratch = tirx.decl_buffer((_UNBOUNDED,), dtype, name="scratch")
+        return self._scratch
+
+    def local(self, extent: int, dtype: str) -> Buffer:
+        """A small buffer on the stack, which the code generator keeps in registers."""
+        self._count += 1
+        buffer = tirx.decl_buffer((extent,), dtype, name=f"local{self._count}")
+        self._scopes[0].statements.insert(0, tirx.AllocBuffer(buffer))
+        return buffer
+
+    def load(self, operand: str | Packed | Workspace, dtype: str, index: Expr) -> Expr:
+        """The element at flat ``index``."""
+        value = tirx.BufferLoad(self.buffer(operand, dtype), [index])
+        return self.bind(value != tirx.const(0, "uint8") if dtype == "bool" else value)
+
+    def store(self, buffer: Buffer, index: Expr, value: Expr) -> None:
+        """Writes ``value`` at flat ``index``."""
+        if dtype_of(value) == "bool":
+            value = tirx.Cast("uint8", value)
+        self.add(tirx.BufferStore(buffer, value, [index]))
+
+    def add(self, statement: Stmt) -> None:
+        """Appends a statement to the innermost scope."""
+        self._scopes[-1].statements.append(statement)
+
+    def bind(self, expr: Expr) -> Expr:
+        """A variable holding ``expr``, in the outermost scope possible; the same variable for the same expression."""
+        if isinstance(expr, (Var, tirx.IntImm, tirx.FloatImm)):
+            return expr
+        expr = self._without_lets(expr)
+        key = str(expr)
+        for scope in self._scopes:
+            if key in scope.memo:
+                return scope.memo[key]
+        depth = self._home(expr)
+        var = self._variable("v", dtype_of(expr), depth)
+        self._scopes[depth].statements.append(tirx.Bind(var, expr))
+        self._scopes[depth].memo[key] = var
+        return var
+
+    def require(self, condition: Expr) -> None:
+        """Leaves the kernel with an error unless ``condition`` holds, before anything that is written later.
+
+        Raises ``ScalarLanes`` if the condition differs within a vector.
+        """
+        condition = self._analyzer.simplify(condition)
+        if as_int(condition) == 1:
+            return
+        key = str(condition)
+        if any(key in scope.required for scope in self._scopes):
+            return
+        self.uniform(condition)
+        scope = self._scopes[self._home(condition)]
+        scope.required.add(key)
+        if self._status is None:
+            self._status = tirx.decl_buffer((1,), "int32", name=STATUS)
+        report = tirx.BufferStore(self._status, tirx.const(INDEX_ERROR, "int32"), [int64(0)])
+        leave = tirx.Evaluate(tirx.call_intrin("int32", "tirx.tvm_throw_last_error"))
+        scope.statements.append(tirx.IfThenElse(tirx.Not(condition), tirx.SeqStmt([report, leave]), None))
+
+    def uniform(self, expr: Expr) -> Expr:
+        """``expr``, which must be the same for all lanes: raises ``ScalarLanes`` otherwise."""
+        if self.varies(expr) and self._width > 1:
+            raise ScalarLanes
+        return expr
+
+    def varies(self, expr: Expr) -> bool:
+        """Whether ``expr`` differs between the lanes of a vector."""
+        return self._lane is not None and self._variables_depth(expr) >= self._lane_depth
+
+    def divmod(self, index: Expr, divisor: Expr) -> tuple[Expr, Expr]:
+        """Quotient and remainder of a non-negative index.
+
+        Raises ``Granule`` or ``ScalarLanes`` when they would have to be computed for each lane.
+        """
+        quotient = self._analyzer.simplify(tirx.floordiv(index, divisor))
+        remainder = self._analyzer.simplify(tirx.floormod(index, divisor))
+        if self.varies(quotient) and self._width > 1:
+            run = math.gcd(as_int(divisor) or 1, self.granule or 0)
+            if run > 1 and run != self.granule:
+                raise Granule(run)
+            raise ScalarLanes
+        if _divides(quotient):
+            quotient = self.bind(tirx.truncdiv(index, divisor))
+            remainder = self.bind(index - quotient * divisor)
+            self._know(quotient, None)
+            self._know(remainder, as_int(divisor))
+        return quotient, remainder
+
+    def unravel(self, linear: Expr, dims: Sequence[Dim]) -> list[Expr]:
+        """The indices of the element that is ``linear``-th in row-major order."""
+        indices: list[Expr] = []
+        for dim in reversed(list(dims)[1:]):
+            if dim == 1:
+                indices.append(int64(0))
+                continue
+            linear, index = self.divmod(linear, self.size(dim))
+            indices.append(index)
+        if len(dims):
+            indices.append(linear if dims[0] != 1 else int64(0))
+        return indices[::-1]
+
+    def ravel(self, indices: Sequence[Expr], dims: Sequence[Dim]) -> Expr:
+        """The row-major position of an element."""
+        linear = int64(0)
+        for index, dim in zip(indices, dims, strict=True):
+            linear = linear * self.size(dim) + index
+        return self._analyzer.simplify(linear)
+
+    @contextmanager
+    def loop(self, extent: Expr, start: Expr | None = None) -> Iterator[Expr]:
+        """A serial loop over ``[start, start + extent)``."""
+        var = self._variable("i", "int64", len(self._scopes))
+        if start is None:
+            self._know(var, as_int(extent))
+        with self._scope() as scope:
+            yield var
+        self.add(tirx.For(var, int64(0) if start is None else start, extent, tirx.ForKind.SERIAL, _sequence(scope)))
+
+    @contextmanager
+    def items(self) -> Iterator[Expr]:
+        """The loop over the items of this call."""
+        with self.loop(self.end - self.begin, self.begin) as item:
+            self._know(item, None)
+            yield item
+
+    @contextmanager
+    def vector(self, width: int) -> Iterator[Expr]:
+        """``width`` lanes at once; yields the lane number. One lane is no loop."""
+        if width == 1:
+            yield int64(0)
+            return
+        var = self._variable("lane", "int64", len(self._scopes))
+        self._know(var, width)
+        self._lane, self._lane_depth, self._width = var, len(self._scopes), width
+        try:
+            with self._scope() as scope:
+                yield var
+        finally:
+            self._lane, self._lane_depth, self._width = None, -1, 1
+        self.add(tirx.For(var, int64(0), int64(width), tirx.ForKind.VECTORIZED, _sequence(scope)))
+
+    def span(self, count: Expr, body: Callable[[Expr, Expr, int], None]) -> None:
+        """Covers ``[0, count)`` by vectors and a remainder; ``body(position, lane, width)`` is called for each form."""
+        total, lanes = as_int(count), self.lanes
+        whole = int64(total // lanes) if total is not None else self.bind(tirx.truncdiv(count, int64(lanes)))
+        if total is None or total >= lanes:
+            with self.loop(whole) as chunk, self.vector(lanes) as lane:
+                body(chunk * int64(lanes) + lane, lane, lanes)
+        if lanes == 1:
+            return
+        if total is None:
+            done = self.bind(whole * int64(lanes))
+            with self.loop(self.bind(count - done)) as rest:
+                body(done + rest, int64(0), 1)
+        elif total % lanes:
+            with self.vector(total % lanes) as lane:
+                body(int64(total // lanes * lanes) + lane, lane, total % lanes)
+
+    @contextmanager
+    def reduction(self, kind: Reduction, dtype: str) -> Iterator[Accumulator]:
+        """An accumulator over the statements written inside; its ``result`` is there afterwards."""
+        parts = self.local(max(self.lanes, 1), dtype)
+        with self.loop(int64(self.lanes)) as lane:
+            self.store(parts, lane, kind.identity(dtype))
+        accumulator = Accumulator(self, parts, kind)
+        yield accumulator
+        values = [tirx.BufferLoad(parts, [int64(i)]) for i in range(self.lanes)]
+        while len(values) > 1:
+            values = [kind.combine(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
+        accumulator.result = self._bind_here(values[0])
+
+    def branch(self, condition: Expr, then: Callable[[], Expr], other: Callable[[], Expr], dtype: str) -> Expr:
+        """``then()`` or ``other()``, each evaluated only when it is wanted.
+
+        Raises ``ScalarLanes`` if the condition differs within a vector.
+        """
+        condition = self._analyzer.simplify(condition)
+        known = as_int(condition)
+        if known is not None:
+            return then() if known else other()
+        self.uniform(condition)
+        stored = "uint8" if dtype == "bool" else dtype
+        result = self.local(self._width, stored)
+        slot = self._lane if self._lane is not None else int64(0)
+        scopes: list[_Scope] = []
+        for side in (then, other):
+            with self._scope(conditional=True) as scope:
+                self.store(result, slot, side())
+            scopes.append(scope)
+        self.add(tirx.IfThenElse(condition, _sequence(scopes[0]), _sequence(scopes[1])))
+        value = tirx.BufferLoad(result, [slot])
+        return self._bind_here(value != tirx.const(0, "uint8") if dtype == "bool" else value)
+
+    @contextmanager
+    def when(self, condition: Expr) -> Iterator[None]:
+        """Statements that run only if ``condition`` holds."""
+        with self._scope(conditional=True) as scope:
+            yield
+        self.add(tirx.IfThenElse(condition, _sequence(scope), None))
+
+    def call(
+        self,
+        stem: str,
+        items: Dim,
+        outputs: Sequence[str],
+        *,
+        grain: int = 1,
+        scratch: Dim = 0,
+        flops: Dim = 0,
+        traffic: Dim = 0,
+        source: Sequence[str] = (),
+    ) -> KernelCall:
+        """The finished kernel and its call. ``stem`` says what it is; ``source`` which nodes it came from."""
+        params = [*self._buffers.values()]
+        params.extend(b for b in (self._scratch, self._status) if b is not None)
+        func = PrimFunc([*params, *self._sizes.values(), self.begin, self.end], _sequence(self._scopes[0]))
+        func = func.with_attrs({"tirx.noalias": True, "s_tir": True, AS_WRITTEN: True})
+        symbol = f"{stem}_{hashlib.sha256(func.script().encode()).hexdigest()[:12]}"
+        return KernelCall(
+            name=stem,
+            kernel=KernelSource(symbol, func.with_attr("global_symbol", symbol)),
+            buffers=tuple(self._operands),
+            ints=tuple(self._sizes),
+            items=simplify(items),
+            grain=grain,
+            scratch=simplify(scratch),
+            outputs=tuple(outputs),
+            flops=simplify(flops),
+            bytes=simplify(traffic),
+            source=tuple(source),
+        )
+
+    def _without_lets(self, expr: Expr) -> Expr:
+        """``expr`` with what its Let expressions bind bound as statements: vectors of them are not handled by TVM."""
+        bound: dict[Var, Expr] = {}
+
+        def let(node: tirx.Let, mutator: StructuralMutator) -> Expr:
+            bound[node.var] = self.bind(mutator.mutate(node.value))
+            return mutator.mutate(node.body)
+
+        def variable(var: Var, mutator: StructuralMutator) -> Expr:
+            return bound.get(var, var)
+
+        return structural_mutate(expr, [(tirx.Let, let), (Var, variable)])
+
+    def _bind_here(self, expr: Expr) -> Var:
+        var = self._variable("v", dtype_of(expr), len(self._scopes) - 1)
+        self.add(tirx.Bind(var, expr))
+        return var
+
+    @contextmanager
+    def _scope(self, conditional: bool = False) -> Iterator[_Scope]:
+        scope = _Scope(conditional=conditional)
+        self._scopes.append(scope)
+        try:
+            yield scope
+        finally:
+            self._scopes.pop()
+
+    def _variable(self, stem: str, dtype: str = "int64", depth: int = 0) -> Var:
+        self._count += 1
+        var = Var(f"{stem}_{self._count}", dtype)
+        self._depth[var] = depth
+        return var
+
+    def _know(self, var: Expr, bound: int | None) -> None:
+        if isinstance(var, Var):
+            self._analyzer.bind(var, tvm.ir.Range(int64(0), int64(_UNBOUNDED if bound is None else bound)), True)
+
+    def _variables_depth(self, expr: Expr) -> int:
+        return max((self._depth.get(v, 0) for v in tirx.analysis.undefined_vars(expr)), default=0)
+
+    def _home(self, expr: Expr) -> int:
+        guard = max((i for i, s in enumerate(self._scopes) if s.conditional), default=0)
+        return max(guard, self._variables_depth(expr))
+
+
+def _sequence(scope: _Scope) -> Stmt:
+    statements = scope.statements or [tirx.Evaluate(int64(0))]
+    return statements[0] if len(statements) == 1 else tirx.SeqStmt(statements)
+
+
+def _divides(expr: Expr) -> bool:
+    text = str(expr)
+    return "//" in text or "%" in text or "floordiv" in text or "floormod" in text

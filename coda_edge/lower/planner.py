@@ -1,0 +1,242 @@
+"""From a graph to an execution plan: which kernels run in which order, and where every tensor lives.
+
+Views (Reshape and its kin) cost nothing: their output is their input's buffer. A tensor whose elements shapes alone
+determine has no buffer either: the kernels that read it have it as an expression.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_graphsurgeon as gs
+
+from .. import ir
+from ..bundle.plan import Buffer, BufferKind, ExecutionPlan, PlanStep, TensorInfo
+from ..errors import UnsupportedOperator
+from ..frontend import infer
+from ..ir import Tensor
+from ..symbolic import Dim
+from .kernel import KernelCall, KernelSource, Packed, Workspace
+from .pointwise import lower_copy, lower_node, product
+from .registry import KERNELS, POINTWISE, Context, choices, identical, inlined
+
+if TYPE_CHECKING:
+    from ..targets import Target
+
+ALIGNMENT = 64
+_DOMAINS = frozenset({"", "ai.onnx", ir.DOMAIN})
+#: Operators whose kernels read buffers only.
+_READ_BUFFERS = frozenset({"Gemm", "Attention"})
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A lowered graph: what the runtime does, the constants section, and the kernels to build."""
+
+    plan: ExecutionPlan
+    constants: npt.NDArray[np.uint8]
+    kernels: list[KernelSource]
+
+    def arena_bytes(self, sizes: Mapping[str, int]) -> int:
+        """The most bytes that intermediate tensors take at one time, for the ``sizes`` of the inputs' symbols."""
+        values = self.plan.exprs.evaluate({name: sizes.get(name, 1) for name in self.plan.exprs.symbols})
+        live = [0] * (len(self.plan.steps) + 1)
+        for buffer in self.plan.buffers:
+            if buffer.kind == BufferKind.ARENA:
+                for step in range(buffer.first, buffer.last + 1):
+                    live[step] += -(-values[buffer.size] // ALIGNMENT) * ALIGNMENT
+        return max(live)
+
+
+def lower(graph: gs.Graph, target: Target) -> Lowered:
+    """The plan of ``graph``, in normal form and after the passes, for ``target``.
+
+    Raises UnsupportedOperator for an operator that neither the registry nor a template covers.
+    """
+    context = Context(target, infer(graph).values)
+    calls, roots = _calls(graph, context)
+    return _Planner(graph, roots).plan(calls)
+
+
+def _calls(graph: gs.Graph, context: Context) -> tuple[list[KernelCall], dict[str, str]]:
+    """The kernel calls in order, and for each tensor without a buffer of its own the tensor whose buffer it shares."""
+    roots: dict[str, str] = {}
+    calls: list[KernelCall] = []
+    outputs = {t.name for t in graph.outputs}
+    for node in ir.in_order(graph):
+        if all(inlined(t, context) for t in node.outputs):
+            if any(u.op in _READ_BUFFERS and u.domain == ir.DOMAIN for u in ir.consumers(node.outputs[0])):
+                calls.append(lower_copy(node.outputs[0], node.outputs[0].name, context))
+            continue
+        if _is_view(node):
+            source = node.inputs[0].name
+            roots[node.outputs[0].name] = roots.get(source, source)
+            continue
+        calls.extend(_lower_node(node, context))
+    taken: set[str] = {t.name for t in graph.inputs}
+    for out in graph.outputs:
+        root = roots.get(out.name, out.name)
+        computed = out.inputs and not inlined(out, context)
+        if computed and root not in taken and (root == out.name or root not in outputs):
+            roots[root] = out.name
+            roots.update({name: out.name for name, r in roots.items() if r == root})
+            taken.update((root, out.name))
+        else:
+            calls.append(lower_copy(_renamed(out, root), out.name, context))
+            roots.pop(out.name, None)
+    return calls, {name: root for name, root in roots.items() if name != root}
+
+
+def _renamed(tensor: Tensor, name: str) -> Tensor:
+    if isinstance(tensor, gs.Constant) or tensor.name == name:
+        return tensor
+    return gs.Variable(name, dtype=tensor.dtype, shape=tensor.shape)
+
+
+def _is_view(node: gs.Node) -> bool:
+    """Whether the output of ``node`` is its input's elements in the same order, so that it needs no kernel."""
+    if node.domain == ir.DOMAIN or not node.inputs or isinstance(node.inputs[0], gs.Constant):
+        return False
+    source, out = node.inputs[0], node.outputs[0]
+    if np.dtype(source.dtype) != np.dtype(out.dtype):
+        return False
+    if node.op in ir.VIEWS or node.op == "Identity":
+        return True
+    before, after = ir.shape(source), ir.shape(out)
+    if node.op in ("Slice", "Expand", "Tile", "Cast"):
+        return identical(before, after) and not (node.op == "Slice" and len(node.inputs) > 4 and _steps(node))
+    if node.op == "Transpose":
+        moved = [axis for axis in node.attrs.get("perm", range(len(before))[::-1]) if before[axis] != 1]
+        return moved == sorted(moved)
+    return False
+
+
+def _steps(node: gs.Node) -> bool:
+    steps = ir.constant_value(node.inputs[4])
+    return steps is None or bool(np.any(steps != 1))
+
+
+def _lower_node(node: gs.Node, context: Context) -> list[KernelCall]:
+    rule = KERNELS.get(node.op)
+    if (node.domain or "") not in _DOMAINS:
+        raise UnsupportedOperator(f"{node.domain}::{node.op}", node.name, choices())
+    if rule is not None:
+        return rule(node, context)
+    if node.op in POINTWISE:
+        return lower_node(node, context)
+    raise UnsupportedOperator(node.op, node.name, choices())
+
+
+@dataclass
+class _Constants:
+    """The constants section while it grows: 64-aligned, in order of use, equal arrays once."""
+
+    parts: list[npt.NDArray[np.uint8]] = field(default_factory=list)
+    size: int = 0
+    _offsets: dict[bytes, int] = field(default_factory=dict)
+
+    def add(self, data: npt.NDArray[Any]) -> int:
+        """The byte offset of ``data``."""
+        flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        key = hashlib.sha256(flat).digest()
+        if key not in self._offsets:
+            padding = -self.size % ALIGNMENT
+            self.parts += [np.zeros(padding, np.uint8), flat]
+            self._offsets[key] = self.size + padding
+            self.size += padding + flat.size
+        return self._offsets[key]
+
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """The section."""
+        return np.concatenate(self.parts) if self.parts else np.zeros(0, np.uint8)
+
+
+class _Planner:
+    """Numbers for everything that kernel calls name."""
+
+    def __init__(self, graph: gs.Graph, roots: Mapping[str, str]) -> None:
+        self._graph = graph
+        self._roots = roots
+        self._tensors: dict[str, Tensor] = graph.tensors()
+        self._constants = _Constants()
+        self._plan = ExecutionPlan()
+        self._buffers: dict[tuple[BufferKind, object], int] = {}
+
+    def plan(self, calls: Sequence[KernelCall]) -> Lowered:
+        """The plan that makes ``calls`` in order."""
+        plan = self._plan
+        for infos, tensors in ((plan.inputs, self._graph.inputs), (plan.outputs, self._graph.outputs)):
+            infos.extend(self._info(t) for t in tensors)
+        kernels: dict[str, KernelSource] = {}
+        for step, call in enumerate(calls):
+            for source in (call.kernel, call.finish):
+                if source is not None:
+                    kernels.setdefault(source.symbol, source)
+            plan.kernels[:] = list(kernels)
+            plan.steps.append(self._step(step, call))
+        return Lowered(plan, self._constants.bytes(), list(kernels.values()))
+
+    def _info(self, tensor: Tensor) -> TensorInfo:
+        dims = tuple(self._plan.exprs.add(d) for d in ir.shape(tensor))
+        return TensorInfo(tensor.name, np.dtype(tensor.dtype).name, dims)
+
+    def _step(self, number: int, call: KernelCall) -> PlanStep:
+        buffers = tuple(self._buffer(operand, number) for operand in call.buffers)
+        add, kernels = self._plan.exprs.add, self._plan.kernels
+        return PlanStep(
+            name=call.name,
+            kernel=kernels.index(call.kernel.symbol),
+            finish=kernels.index(call.finish.symbol) if call.finish is not None else -1,
+            buffers=buffers,
+            ints=tuple(add(d) for d in call.ints),
+            items=add(call.items),
+            grain=call.grain,
+            scratch=add(call.scratch),
+            flops=add(call.flops),
+            bytes=add(call.bytes if call.bytes != 0 else self._traffic(call)),
+            source=", ".join(call.source),
+        )
+
+    def _traffic(self, call: KernelCall) -> Dim:
+        total: Dim = 0
+        for operand in call.buffers:
+            total += operand.data.nbytes if isinstance(operand, Packed) else self._size(operand)
+        return total
+
+    def _size(self, operand: str | Workspace) -> Dim:
+        if isinstance(operand, Workspace):
+            return operand.size
+        tensor = self._tensors[operand]
+        return product(ir.shape(tensor)) * int(np.dtype(tensor.dtype).itemsize)
+
+    def _buffer(self, operand: str | Packed | Workspace, step: int) -> int:
+        if isinstance(operand, str) and isinstance(self._tensors.get(operand), gs.Constant):
+            operand = Packed(operand, np.asarray(self._tensors[operand].values))
+        if isinstance(operand, Packed):
+            offset = self._constants.add(operand.data)
+            return self._add(BufferKind.CONSTANT, offset, operand.data.nbytes, offset)
+        if isinstance(operand, Workspace):
+            return self._add(BufferKind.ARENA, (step, operand.name), operand.size, 0, step)
+        name = self._roots.get(operand, operand)
+        for kind, tensors in ((BufferKind.INPUT, self._graph.inputs), (BufferKind.OUTPUT, self._graph.outputs)):
+            position = next((i for i, t in enumerate(tensors) if t.name == name), None)
+            if position is not None:
+                return self._add(kind, position, self._size(name), position)
+        return self._add(BufferKind.ARENA, name, self._size(name), 0, step)
+
+    def _add(self, kind: BufferKind, key: object, size: Dim, index: int, step: int = 0) -> int:
+        """The number of a buffer; an arena buffer lives at least until ``step``."""
+        buffers = self._plan.buffers
+        number = self._buffers.get((kind, key))
+        if number is None:
+            number = self._buffers[kind, key] = len(buffers)
+            buffers.append(Buffer(kind, self._plan.exprs.add(size), index, step, step))
+        elif kind == BufferKind.ARENA:
+            old = buffers[number]
+            buffers[number] = Buffer(kind, old.size, old.index, old.first, step)
+        return number
