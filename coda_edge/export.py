@@ -186,7 +186,8 @@ def _gemm_body(functions: _Functions, node: gs.Node) -> _Body:
     inputs, outputs = _signature(["A", "W"], program)
     emitter = Emitter("product_")
     acc = _as_accumulator(emitter, emitter.node("MatMul", *inputs[:2]), node.inputs[0], program)
-    nodes = emitter.nodes + emit_onnx(program, [acc, *inputs[2:]], outputs, "epilogue_")
+    columns = int(node.inputs[1].shape[-1])
+    nodes = emitter.nodes + emit_onnx(program, [acc, *inputs[2:]], outputs, "epilogue_", columns=columns)
     return _words(program), inputs, outputs, nodes
 
 

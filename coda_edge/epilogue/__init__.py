@@ -14,10 +14,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from .frontend import Col, Epilogue, Row, Scalar, Tile, Value, epilogue
-from .program import EpilogueProgram
+from .frontend import Col, Epilogue, Period, Row, Scalar, Tile, Value, epilogue
+from .program import EpilogueProgram, Kind, Rows
 
-__all__ = ["Col", "Epilogue", "EpilogueProgram", "Row", "Scalar", "Tile", "Value", "epilogue"]
+__all__ = ["Col", "Epilogue", "EpilogueProgram", "Kind", "Period", "Row", "Rows", "Scalar", "Tile", "Value", "epilogue"]
 
 
 class _Decorator(ModuleType):

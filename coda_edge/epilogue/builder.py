@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..errors import ShapeError
 from .ops import Group
-from .program import Argument, Attribute, EpilogueProgram, Kind, Output, Param, Step, ValueType, step_type
+from .program import Argument, Attribute, EpilogueProgram, Kind, Output, Param, Rows, Step, ValueType, step_type
 
 
 class Builder:
@@ -30,7 +30,7 @@ class Builder:
         self._types: dict[str, ValueType] = {}
         self._reduced: set[str] = set()
         for param in params if program is None else program.params:
-            self.param(param.name, param.kind, param.dtype)
+            self.declare(param)
         if program is None:
             return
         values = self._copy_steps(program, {p.name: p.name for p in program.params})
@@ -47,11 +47,15 @@ class Builder:
         """The outputs so far, by name (a copy)."""
         return dict(self._outputs)
 
-    def param(self, name: str, kind: Kind, dtype: str = "f32") -> str:
+    def param(self, name: str, kind: Kind, dtype: str = "f32", rows: Rows = Rows.ALL, period: int | None = None) -> str:
         """Declares an operand and returns its name, which gets a number appended if it is taken."""
-        name = self._fresh(name)
-        self._params[name] = Param(name, kind, dtype)
-        self._types[name] = (kind, dtype)
+        return self.declare(Param(name, kind, dtype, rows, period))
+
+    def declare(self, param: Param) -> str:
+        """Declares an operand like ``param`` and returns its name, which gets a number appended if it is taken."""
+        name = self._fresh(param.name)
+        self._params[name] = replace(param, name=name)
+        self._types[name] = (param.kind, param.dtype)
         return name
 
     def add(self, op: str, *args: Argument, **attrs: Attribute) -> str:
@@ -83,13 +87,24 @@ class Builder:
         """The dtype of a value."""
         return self._types[value][1]
 
-    def output(self, name: str, value: str, columns: tuple[int, int] | None = None, heads: int | None = None) -> None:
+    def output(
+        self,
+        name: str,
+        value: str,
+        columns: tuple[int, int] | None = None,
+        heads: int | None = None,
+        halves: bool = False,
+    ) -> None:
         """Declares an output, or replaces the one of that name in its place."""
         if value not in self._types:
             raise ShapeError(
                 f"epilogue output '{name}': there is no value '{value}'; there are {', '.join(self._types)}"
             )
-        self._outputs[name] = Output(name, self.kind(value), value, columns, heads)
+        self._outputs[name] = Output(name, self.kind(value), value, columns, heads, halves)
+
+    def output_like(self, output: Output, value: str) -> None:
+        """Declares ``value`` as an output that is named and stored as ``output`` is."""
+        self.output(output.name, value, output.columns, output.heads, output.halves)
 
     def drop_output(self, name: str) -> None:
         """Removes an output."""
@@ -148,11 +163,11 @@ def append(first: EpilogueProgram, second: EpilogueProgram, at: str) -> Epilogue
     builder = Builder(first)
     bindings: dict[str, Argument] = {second.params[0].name: builder.outputs[at].value}
     for param in second.params[1:]:
-        bindings[param.name] = builder.param(param.name, param.kind, param.dtype)
+        bindings[param.name] = builder.declare(param)
     values = builder.inline(second, bindings)
     builder.drop_output(at)
     for output in second.outputs:
         if output.name in builder.outputs:
             raise ShapeError(f"both epilogues have an output '{output.name}': rename one")
-        builder.output(output.name, values[output.name], output.columns, output.heads)
+        builder.output_like(output, values[output.name])
     return builder.build()

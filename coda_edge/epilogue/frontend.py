@@ -23,7 +23,7 @@ import numpy as np
 from ..errors import ShapeError
 from .builder import Builder
 from .ops import Array
-from .program import Argument, Attribute, EpilogueProgram, Kind
+from .program import Argument, Attribute, EpilogueProgram, Kind, Param, Rows
 
 
 class Value:
@@ -132,11 +132,19 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A value with the way it is stored: a range of columns, heads of some columns each."""
+    """A value with the way it is stored: a range of columns, heads of some columns each, their pairs in halves."""
 
     value: Value
     columns: tuple[int, int] | None = None
     heads: int | None = None
+    halves: bool = False
+
+
+@dataclass(frozen=True)
+class Period:
+    """Annotates a tile operand of ``columns`` columns that repeats over its value's width."""
+
+    columns: int
 
 
 def apply(op: str, *args: Operand, **attrs: Attribute) -> Value:
@@ -218,8 +226,13 @@ def _operand_kind(hint: Any) -> Kind | None:
     return next((m for m in getattr(hint, "__metadata__", ()) if isinstance(m, Kind)), None)
 
 
-def _operand_dtype(hint: Any) -> str:
-    return next((m for m in getattr(hint, "__metadata__", ()) if isinstance(m, str) and not isinstance(m, Kind)), "f32")
+def _operand(name: str, kind: Kind, hint: Any) -> Param:
+    """The operand that an annotation describes: kind, dtype, which rows it has, period."""
+    marks = getattr(hint, "__metadata__", ())
+    dtype = next((m for m in marks if isinstance(m, str) and not isinstance(m, (Kind, Rows))), "f32")
+    rows = next((m for m in marks if isinstance(m, Rows)), Rows.ALL)
+    period = next((m.columns for m in marks if isinstance(m, Period)), None)
+    return Param(name, kind, dtype, rows, period)
 
 
 def _trace(function: Callable[..., Any], statics: Mapping[str, Any]) -> EpilogueProgram:
@@ -238,7 +251,7 @@ def _trace(function: Callable[..., Any], statics: Mapping[str, Any]) -> Epilogue
     for name, parameter in parameters.items():
         kind = kinds[name]
         if isinstance(kind, Kind):
-            arguments[name] = Value(builder, builder.param(name, kind, _operand_dtype(hints.get(name))))
+            arguments[name] = Value(builder, builder.declare(_operand(name, kind, hints.get(name))))
         elif kind is None:
             raise ShapeError(f"{where}: annotate '{name}' as Tile, Row, Col or Scalar, or with a Python type")
         elif name in statics or parameter.default is not parameter.empty:
@@ -249,7 +262,7 @@ def _trace(function: Callable[..., Any], statics: Mapping[str, Any]) -> Epilogue
         store = result if isinstance(result, Stored) else Stored(result)
         if not isinstance(store.value, Value) or store.value._builder is not builder:
             raise ShapeError(f"{where}: result '{name}' is {store.value!r}, not a value computed from its operands")
-        builder.output(name, store.value.name, store.columns, store.heads)
+        builder.output(name, store.value.name, store.columns, store.heads, store.halves)
     return builder.build()
 
 

@@ -221,6 +221,11 @@ def moments(x: Value) -> Moments:
     return apply_moments(x)
 
 
-def store(value: Value, columns: tuple[int, int] | None = None, heads: int | None = None) -> Stored:
-    """A tile output of only ``columns`` (c0, c1), or with ``heads`` of D columns laid out ``[B, H, S, D]``."""
-    return Stored(value, columns, heads)
+def store(
+    value: Value, columns: tuple[int, int] | None = None, heads: int | None = None, halves: bool = False
+) -> Stored:
+    """A tile output of only ``columns`` (c0, c1), or with ``heads`` of D columns laid out ``[B, H, S, D]``.
+
+    ``halves`` stores columns 2j and 2j + 1 of a head as its columns j and j + D/2.
+    """
+    return Stored(value, columns, heads, halves)

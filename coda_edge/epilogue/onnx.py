@@ -10,7 +10,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from ..errors import InvalidModel, ShapeError
-from .program import Argument, EpilogueProgram, Output, Step
+from .program import Argument, EpilogueProgram, Output, Param, Step
 
 MIN_OPSET = 18
 """Since this opset reductions take their axes as an input."""
@@ -29,12 +29,18 @@ ONNX_DTYPES: dict[str, int] = {
 
 
 def emit_onnx(
-    program: EpilogueProgram, inputs: Sequence[str], outputs: Sequence[str], prefix: str, opset: int = MIN_OPSET
+    program: EpilogueProgram,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    prefix: str,
+    opset: int = MIN_OPSET,
+    columns: int | None = None,
 ) -> list[NodeProto]:
     """Nodes that compute ``program`` from tensors ``inputs`` (in the order of its parameters) into ``outputs``.
 
-    Tiles are ``[…, N]`` of any rank (3 where an output has heads), rows ``[…, 1]``, columns ``[N]``, scalars 0-D, each of
-    its parameter's dtype. Names in between begin with ``prefix``. Raises InvalidModel for an opset before 18.
+    Tiles are ``[…, N]`` of any rank (3 where rows are batched), rows ``[…, 1]``, columns ``[N]``, scalars 0-D, each of
+    its parameter's dtype; ``position`` operands are ``[1, S, …]`` or ``[S, …]`` and ``batch`` operands ``[B, 1, …]``. ``columns`` N
+    must be given if an operand has a period. Names in between begin with ``prefix``. Raises InvalidModel for an opset before 18.
     """
     if opset < MIN_OPSET:
         raise InvalidModel(f"epilogue bodies need opset {MIN_OPSET} or later, the model has {opset}: convert it first")
@@ -46,6 +52,9 @@ def emit_onnx(
     emitter = Emitter(prefix)
     dtypes = program.dtypes()
     names = {p.name: name for p, name in zip(program.params, inputs, strict=True)}
+    for param in program.params:
+        if param.period:
+            names[param.name] = _repeat(emitter, program, param, names[param.name], columns)
     for step in program.steps:
         names.update(_emit_step(emitter, program, step, names, dtypes))
     stored = [_emit_output(emitter, output, names[output.value]) for output in program.outputs]
@@ -125,12 +134,28 @@ def _emit_step(
     return dict(zip(step.names, results, strict=True))
 
 
+def _repeat(emitter: Emitter, program: EpilogueProgram, param: Param, operand: str, columns: int | None) -> str:
+    """A periodic operand in the width of its value."""
+    if columns is None or param.period is None:
+        raise ShapeError(f"operand '{param.name}' repeats every {param.period} columns: give the number of columns")
+    count = program.width(param.name, columns) // param.period
+    if count == 1:
+        return operand
+    apart = emitter.node("Unsqueeze", operand, emitter.ints([-2]))
+    shape = emitter.node("Concat", emitter.node("Shape", operand, end=-1), emitter.ints([-1]), axis=0)
+    return emitter.node("Reshape", emitter.node("Expand", apart, emitter.ints([count, 1])), shape)
+
+
 def _emit_output(emitter: Emitter, output: Output, value: str) -> str:
     if output.columns:
         start, end = output.columns
         value = emitter.node("Slice", value, emitter.ints([start]), emitter.ints([end]), emitter.ints([-1]))
     if output.heads:
         count = (output.columns[1] - output.columns[0]) // output.heads if output.columns else -1
+        if output.halves:
+            pairs = emitter.node("Reshape", value, emitter.ints([0, 0, count, output.heads // 2, 2]))
+            apart = emitter.node("Transpose", pairs, perm=[0, 2, 1, 4, 3])
+            return emitter.node("Reshape", apart, emitter.ints([0, 0, 0, output.heads]))
         split = emitter.node("Reshape", value, emitter.ints([0, 0, count, output.heads]))
         value = emitter.node("Transpose", split, perm=[0, 2, 1, 3])
     return value

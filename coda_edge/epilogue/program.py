@@ -58,13 +58,30 @@ class StepKind(str, Enum):
     REDUCE = "reduce"
 
 
+class Rows(str, Enum):
+    """Which row of an operand belongs to row m of the tile, where a batch entry has S rows."""
+
+    ALL = "all"
+    """Row m: one for each row of the tile."""
+    POSITION = "position"
+    """Row m % S: all batch entries share them."""
+    BATCH = "batch"
+    """Row m // S: all rows of a batch entry share it."""
+
+
 @dataclass(frozen=True)
 class Param:
-    """A named operand. ``dtype`` is how it is stored; it is read as a value of that dtype and widens when combined."""
+    """A named operand. ``dtype`` is how it is stored; it is read as a value of that dtype and widens when combined.
+
+    ``rows`` says which rows a tile or row operand has. A tile with a ``period`` P has P columns: the value's column j is
+    the operand's column j % P.
+    """
 
     name: str
     kind: Kind
     dtype: str = "f32"
+    rows: Rows = Rows.ALL
+    period: int | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +117,7 @@ class Output:
     """A stored value: a tile, or a row that a reduce step gives.
 
     ``columns`` ``(c0, c1)`` stores only that range of a tile's columns. ``heads`` D stores ``[B, S, H·D]`` as
-    ``[B, H, S, D]``.
+    ``[B, H, S, D]``. With ``halves`` columns 2j and 2j + 1 of a head are stored as its columns j and j + D/2.
     """
 
     name: str
@@ -108,6 +125,7 @@ class Output:
     value: str
     columns: tuple[int, int] | None = None
     heads: int | None = None
+    halves: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,6 +185,15 @@ class EpilogueProgram:
     def output_width(self, output: Output, n: int) -> int:
         """Columns stored by a tile output."""
         return output.columns[1] - output.columns[0] if output.columns else self.width(output.value, n)
+
+    def operand_width(self, param: Param, n: int) -> int:
+        """Columns that a tile or column operand is stored with."""
+        return param.period or self.width(param.name, n)
+
+    @property
+    def batched(self) -> bool:
+        """Whether it matters which batch entry a row belongs to."""
+        return any(o.heads for o in self.outputs) or any(p.rows is not Rows.ALL for p in self.params)
 
     def param(self, name: str) -> Param:
         """The parameter called ``name``."""
@@ -255,6 +282,13 @@ class EpilogueProgram:
                 raise ShapeError(
                     f"parameter '{param.name}' has unknown dtype {param.dtype}: use one of {', '.join(DTYPES)}"
                 )
+            plain = param is self.params[0] or param.kind not in (Kind.TILE, Kind.ROW)
+            if (plain and param.rows is not Rows.ALL) or (param.period and (plain or param.kind is Kind.ROW)):
+                raise ShapeError(
+                    f"parameter '{param.name}': only tile and row operands share rows, only tile operands have a period"
+                )
+            if param.period is not None and param.period < 1:
+                raise ShapeError(f"parameter '{param.name}': a period of {param.period} columns")
 
     @cached_property
     def _types(self) -> dict[str, ValueType]:
@@ -289,6 +323,9 @@ class EpilogueProgram:
                 raise ShapeError(f"{where}: columns {output.columns} are not a range")
             if output.heads is not None and output.heads < 1:
                 raise ShapeError(f"{where}: heads of {output.heads} columns")
+            start = output.columns[0] if output.columns else 0
+            if output.halves and (output.heads is None or output.heads % 2 or start % 2):
+                raise ShapeError(f"{where}: halves are of heads of an even number of columns, from an even column on")
 
     @cached_property
     def _levels(self) -> dict[str, int]:
@@ -308,6 +345,12 @@ class EpilogueProgram:
     def _check_columns(self, n: int) -> None:
         for value in self._levels:
             self.width(value, n)
+        for param in self.params:
+            if param.period and self.width(param.name, n) % param.period:
+                raise ShapeError(
+                    f"epilogue operand '{param.name}': {self.width(param.name, n)} columns are no multiple of "
+                    f"its period {param.period}"
+                )
         for output in self.outputs:
             if output.kind is Kind.ROW:
                 continue
@@ -319,6 +362,8 @@ class EpilogueProgram:
                 raise ShapeError(
                     f"{where}: {self.output_width(output, n)} columns are no multiple of heads[{output.heads}]"
                 )
+            if output.halves and width % 2:
+                raise ShapeError(f"{where}: halves of a value of {width} columns, which are not pairs")
 
 
 def step_type(step: Step, types: Mapping[str, ValueType], reduced: Collection[str]) -> ValueType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from ..errors import ShapeError
 from .ops import Array
-from .program import FLOATS, EpilogueProgram, Kind, Output, Param, Step
+from .program import FLOATS, EpilogueProgram, Kind, Output, Param, Rows, Step
 
 _EXACT = {"i8": np.int8, "u8": np.uint8, "i32": np.int32, "i64": np.int64, "bool": np.bool_}
 
@@ -23,11 +24,11 @@ def evaluate(
 ) -> dict[str, Array]:
     """The outputs of ``program`` by name.
 
-    ``acc`` is ``[…, N]``. Tile operands are ``[…, width]``, row operands ``[…, 1]`` or ``[…]``, column operands ``[width]``
-    (any that broadcast will do, as for attention scores), scalars 0-D. Tile outputs are ``[…, width]``, row outputs
-    ``[…, 1]``; one with ``heads[D]`` is ``[B, H, S, D]`` and needs a 3-D ``acc`` or ``rows_per_batch`` S. f32 is computed in
-    ``dtype``; narrower floats are rounded to where they arise and held in ``dtype``. Raises ShapeError for operands that are
-    missing, unknown or do not fit.
+    ``acc`` is ``[…, N]``. Tile operands are ``[…, width]`` (with a period P ``[…, P]``), row operands ``[…, 1]`` or ``[…]``, column
+    operands ``[width]`` (any that broadcast will do, as for attention scores), scalars 0-D. ``position`` operands have S rows,
+    ``batch`` operands one a batch entry. Tile outputs are ``[…, width]``, row outputs ``[…, 1]``; one with ``heads[D]`` is
+    ``[B, H, S, D]``. All that is batched needs a 3-D ``acc`` or ``rows_per_batch`` S. f32 is computed in ``dtype``; narrower floats
+    are rounded to where they arise and held in ``dtype``. Raises ShapeError for operands that are missing, unknown or do not fit.
     """
     acc = np.asarray(acc)
     program.check(acc.shape[-1])
@@ -40,11 +41,30 @@ def evaluate(
     for param in program.params:
         if param.name not in given:
             raise ShapeError(f"epilogue operand '{param.name}' ({param.kind.value} {param.dtype}) is not given")
-        values[param.name] = _hold(_place(program, param, np.asarray(given[param.name]), acc), param.dtype, dtype)
+        array = _all_rows(param, np.asarray(given[param.name]), acc, rows_per_batch)
+        values[param.name] = _hold(_place(program, param, array, acc), param.dtype, dtype)
     with np.errstate(all="ignore"):
         for step in program.steps:
             values.update(_run(step, program.operand_dtype(step), values, dtypes, dtype))
     return {o.name: _store(program, o, values[o.value], acc.shape, rows_per_batch) for o in program.outputs}
+
+
+def _all_rows(param: Param, array: Array, acc: Array, rows_per_batch: int | None) -> Array:
+    """An operand that batch entries or positions share, with a row for each row of ``acc``."""
+    if param.rows is Rows.ALL:
+        return array
+    if rows_per_batch is None and acc.ndim != 3:
+        raise ShapeError(f"operand '{param.name}' is shared by rows: give a 3-D accumulator or rows_per_batch")
+    lead = acc.shape[:-1]
+    row, count = np.arange(math.prod(lead)), rows_per_batch or lead[1]
+    width = 1 if param.kind is Kind.ROW else array.shape[-1]
+    flat = array.reshape(-1, width)
+    expected = count if param.rows is Rows.POSITION else len(row) // max(count, 1)
+    if len(flat) != expected:
+        raise ShapeError(
+            f"epilogue operand '{param.name}' ({param.rows.value}) has {len(flat)} rows, expected {expected}"
+        )
+    return flat[row % count if param.rows is Rows.POSITION else row // count].reshape(*lead, width)
 
 
 def _place(program: EpilogueProgram, param: Param, array: Array, acc: Array) -> Array:
@@ -53,6 +73,8 @@ def _place(program: EpilogueProgram, param: Param, array: Array, acc: Array) -> 
     if row and array.ndim == acc.ndim - 1:
         array = array[..., None]
     wide = param.kind in (Kind.TILE, Kind.COL)
+    if param.period and array.ndim and array.shape[-1] == param.period:
+        array = np.tile(array, program.width(param.name, n) // param.period)
     expected = {
         Kind.TILE: (*acc.shape[:-1], program.width(param.name, n) if wide else 0),
         Kind.ROW: (*acc.shape[:-1], 1),
@@ -107,5 +129,5 @@ def _store(program: EpilogueProgram, output: Output, value: Array, shape: tuple[
         return value.copy()
     if rows is None and len(shape) != 3:
         raise ShapeError(f"output '{output.name}' has heads: give a 3-D accumulator or rows_per_batch, not {shape}")
-    batched = value.reshape(-1, rows or shape[1], value.shape[-1] // output.heads, output.heads)
-    return batched.transpose(0, 2, 1, 3).copy()
+    batched = value.reshape(-1, rows or shape[1], value.shape[-1] // output.heads, output.heads).transpose(0, 2, 1, 3)
+    return np.concatenate([batched[..., ::2], batched[..., 1::2]], -1) if output.halves else batched.copy()

@@ -3,8 +3,8 @@
 ::
 
     program = "(" params ")" "->" "(" outputs ")" "{" steps "}"
-    param   = NAME ":" kind dtype
-    output  = NAME ":" kind "=" value ["[" INT ":" INT "]"] ["heads" "[" INT "]"]
+    param   = NAME ":" kind ["[" ("position" | "batch" | "period=" INT), ... "]"] dtype
+    output  = NAME ":" kind "=" value ["[" INT ":" INT "]"] ["heads" "[" INT "]" ["halves"]]
     step    = NAME "=" op operand... [NAME "=" attribute]...          one a line
     operand = value | float, as Python's repr writes it
 """
@@ -14,17 +14,17 @@ from __future__ import annotations
 import re
 
 from ..errors import ShapeError
-from .program import Argument, Attribute, EpilogueProgram, Kind, Output, Param, Step
+from .program import Argument, Attribute, EpilogueProgram, Kind, Output, Param, Rows, Step
 
 _PROGRAM = re.compile(r"\s*\((?P<params>[^)]*)\)\s*->\s*\((?P<outputs>[^)]*)\)\s*\{(?P<steps>[^}]*)\}\s*")
-_PARAM = re.compile(r"(\w+): (\w+) (\w+)")
-_OUTPUT = re.compile(r"(\w+): (\w+) = ([\w.]+)(?:\[(\d+):(\d+)\])?(?: heads\[(\d+)\])?")
+_PARAM = re.compile(r"(\w+): (\w+)(?:\[(?:(position|batch)(?:, )?)?(?:period=(\d+))?\])? (\w+)")
+_OUTPUT = re.compile(r"(\w+): (\w+) = ([\w.]+)(?:\[(\d+):(\d+)\])?(?: heads\[(\d+)\]( halves)?)?")
 _STEP = re.compile(r"(\w+) = (\w+)((?: [^\s=]+)*?)((?: \w+=\S+)*)")
 
 
 def format_program(program: EpilogueProgram) -> str:
     """``program`` as text."""
-    params = ", ".join(f"{p.name}: {p.kind.value} {p.dtype}" for p in program.params)
+    params = ", ".join(_format_param(p) for p in program.params)
     outputs = ", ".join(_format_output(o) for o in program.outputs)
     steps = "".join(f"  {_format_step(s)}\n" for s in program.steps)
     return f"({params}) -> ({outputs}) {{\n{steps}}}"
@@ -35,15 +35,22 @@ def parse_program(text: str) -> EpilogueProgram:
     match = _PROGRAM.fullmatch(text)
     if match is None:
         raise ShapeError(f"not an epilogue program, expected '(params) -> (outputs) {{ steps }}': {text[:80]!r}")
-    params = tuple(_parse_param(p) for p in _split(match["params"], ","))
+    params = tuple(_parse_param(p) for p in _split(match["params"], r",(?![^\[]*\])"))
     outputs = tuple(_parse_output(o) for o in _split(match["outputs"], ","))
     return EpilogueProgram(params, tuple(_parse_step(s) for s in _split(match["steps"], "\n")), outputs)
+
+
+def _format_param(param: Param) -> str:
+    shared = [param.rows.value] if param.rows is not Rows.ALL else []
+    shared += [f"period={param.period}"] if param.period is not None else []
+    return f"{param.name}: {param.kind.value}{'[' + ', '.join(shared) + ']' if shared else ''} {param.dtype}"
 
 
 def _format_output(output: Output) -> str:
     columns = f"[{output.columns[0]}:{output.columns[1]}]" if output.columns else ""
     heads = f" heads[{output.heads}]" if output.heads is not None else ""
-    return f"{output.name}: {output.kind.value} = {output.value}{columns}{heads}"
+    halves = " halves" if output.halves else ""
+    return f"{output.name}: {output.kind.value} = {output.value}{columns}{heads}{halves}"
 
 
 def _format_step(step: Step) -> str:
@@ -52,7 +59,7 @@ def _format_step(step: Step) -> str:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    return [" ".join(piece.split()) for piece in text.split(separator) if piece.strip()]
+    return [" ".join(piece.split()) for piece in re.split(separator, text) if piece.strip()]
 
 
 def _match(pattern: re.Pattern[str], text: str, what: str, form: str) -> re.Match[str]:
@@ -70,15 +77,17 @@ def _kind(text: str, what: str) -> Kind:
 
 
 def _parse_param(text: str) -> Param:
-    name, kind, dtype = _match(_PARAM, text, "parameter", "name: kind dtype").groups()
-    return Param(name, _kind(kind, f"parameter '{name}'"), dtype)
+    match = _match(_PARAM, text, "parameter", "name: kind[position, period=P] dtype")
+    name, kind, rows, period, dtype = match.groups()
+    shared = Rows(rows) if rows else Rows.ALL
+    return Param(name, _kind(kind, f"parameter '{name}'"), dtype, shared, int(period) if period else None)
 
 
 def _parse_output(text: str) -> Output:
-    match = _match(_OUTPUT, text, "output", "name: kind = value[c0:c1] heads[D]")
-    name, kind, value, start, end, heads = match.groups()
+    match = _match(_OUTPUT, text, "output", "name: kind = value[c0:c1] heads[D] halves")
+    name, kind, value, start, end, heads, halves = match.groups()
     columns = (int(start), int(end)) if start else None
-    return Output(name, _kind(kind, f"output '{name}'"), value, columns, int(heads) if heads else None)
+    return Output(name, _kind(kind, f"output '{name}'"), value, columns, int(heads) if heads else None, bool(halves))
 
 
 def _parse_step(text: str) -> Step:
