@@ -33,6 +33,8 @@ def compile_kernels(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object]
             f"define dllexport noundef i32 @{name}{_BODY}(", f"define internal noundef i32 @{name}{_BODY}("
         )
         text += _WRAPPER.format(name=name, body=name + _BODY)
+    # LLVM makes calls of the C library of loops that fill or copy; kernels bring their own.
+    text += "".join(code for name, code in _MEMORY.items() if f"@llvm.{name}." in text)
     with tempfile.TemporaryDirectory() as folder:
         source, path = Path(folder, "kernels.ll"), Path(folder, "kernels.o")
         source.write_text(text, encoding="utf-8")
@@ -49,6 +51,71 @@ define dllexport i32 @{name}(ptr %buffers, ptr %ints) {{
   ret i32 %status
 }}
 """
+
+
+_FILL = """
+define hidden ptr @memset(ptr %to, i32 %value, i64 %count) {
+entry:
+  %byte = trunc i32 %value to i8
+  %one = insertelement <16 x i8> poison, i8 %byte, i64 0
+  %all = shufflevector <16 x i8> %one, <16 x i8> poison, <16 x i32> zeroinitializer
+  %wide = and i64 %count, -16
+  br label %vectors
+vectors:
+  %i = phi i64 [ 0, %entry ], [ %i.next, %vector ]
+  %more = icmp ult i64 %i, %wide
+  br i1 %more, label %vector, label %bytes
+vector:
+  %at = getelementptr i8, ptr %to, i64 %i
+  store <16 x i8> %all, ptr %at, align 1
+  %i.next = add i64 %i, 16
+  br label %vectors
+bytes:
+  %j = phi i64 [ %wide, %vectors ], [ %j.next, %one.byte ]
+  %left = icmp ult i64 %j, %count
+  br i1 %left, label %one.byte, label %done
+one.byte:
+  %at.byte = getelementptr i8, ptr %to, i64 %j
+  store i8 %byte, ptr %at.byte, align 1
+  %j.next = add i64 %j, 1
+  br label %bytes
+done:
+  ret ptr %to
+}
+"""
+_COPY = """
+define hidden ptr @NAME(ptr %to, ptr %from, i64 %count) {
+entry:
+  %wide = and i64 %count, -16
+  br label %vectors
+vectors:
+  %i = phi i64 [ 0, %entry ], [ %i.next, %vector ]
+  %more = icmp ult i64 %i, %wide
+  br i1 %more, label %vector, label %bytes
+vector:
+  %source = getelementptr i8, ptr %from, i64 %i
+  %target = getelementptr i8, ptr %to, i64 %i
+  %data = load <16 x i8>, ptr %source, align 1
+  store <16 x i8> %data, ptr %target, align 1
+  %i.next = add i64 %i, 16
+  br label %vectors
+bytes:
+  %j = phi i64 [ %wide, %vectors ], [ %j.next, %one.byte ]
+  %left = icmp ult i64 %j, %count
+  br i1 %left, label %one.byte, label %done
+one.byte:
+  %source.byte = getelementptr i8, ptr %from, i64 %j
+  %target.byte = getelementptr i8, ptr %to, i64 %j
+  %byte = load i8, ptr %source.byte, align 1
+  store i8 %byte, ptr %target.byte, align 1
+  %j.next = add i64 %j, 1
+  br label %bytes
+done:
+  ret ptr %to
+}
+"""
+# Buffers of a kernel do not overlap, so that a loop never becomes a memmove of overlapping ranges.
+_MEMORY = {"memset": _FILL, "memcpy": _COPY.replace("NAME", "memcpy"), "memmove": _COPY.replace("NAME", "memmove")}
 
 
 def _reports_status(func: tirx.PrimFunc) -> bool:

@@ -113,18 +113,21 @@ def sign(x: Expr) -> Expr:
 
 def exp(x: Expr) -> Expr:
     """eˣ: relative error 1.5e-7; 0 below -87, inf above 88.73."""
+    return bind(_at_least(x, -87.0), lambda x: bind(_at_most(x, 89.0), _exp_reduced))
 
-    def reduced(x: Expr) -> Expr:
-        return bind(
-            x * f32(math.log2(math.e)) + f32(_ROUND), lambda z: bind(z - f32(_ROUND), lambda n: scaled(x, z, n))
-        )
 
-    def scaled(x: Expr, z: Expr, n: Expr) -> Expr:
+def exp_of_negative(x: Expr) -> Expr:
+    """``exp`` for x ≤ 0 or NaN."""
+    return bind(_at_least(x, -87.0), _exp_reduced)
+
+
+def _exp_reduced(x: Expr) -> Expr:
+    def scaled(z: Expr, n: Expr) -> Expr:
         return bind(
             x - n * f32(_LN2_HIGH) - n * f32(_LN2_LOW), lambda r: _scale((_poly(_EXP, r) * r + 1.0) * r + 1.0, z)
         )
 
-    return bind(_clamp(x, -87.0, 89.0), reduced)
+    return bind(x * f32(math.log2(math.e)) + f32(_ROUND), lambda z: bind(z - f32(_ROUND), lambda n: scaled(z, n)))
 
 
 def exp2(x: Expr) -> Expr:
@@ -135,7 +138,7 @@ def exp2(x: Expr) -> Expr:
             x + f32(_ROUND), lambda z: bind(x - (z - f32(_ROUND)), lambda r: _scale(_poly(_EXP2, r) * r + 1.0, z))
         )
 
-    return bind(_clamp(x, -126.0, 128.0), reduced)
+    return bind(_at_least(x, -126.0), lambda x: bind(_at_most(x, 128.0), reduced))
 
 
 def log(x: Expr) -> Expr:
@@ -285,9 +288,14 @@ def _poly(coefficients: Sequence[float], x: Expr) -> Expr:
     return value
 
 
-def _clamp(x: Expr, low: float, high: float) -> Expr:
-    """x within [low, high]; a comparison with NaN fails, so that NaN stays."""
-    return bind(x, lambda x: bind(select(x < f32(low), low, x), lambda x: select(x > f32(high), high, x)))
+def _at_least(x: Expr, low: float) -> Expr:
+    """max(x, low), NaN for NaN: a comparison with NaN fails."""
+    return bind(x, lambda x: select(x < f32(low), low, x))
+
+
+def _at_most(x: Expr, high: float) -> Expr:
+    """min(x, high), NaN for NaN."""
+    return bind(x, lambda x: select(x > f32(high), high, x))
 
 
 def _scale(p: Expr, z: Expr) -> Expr:
