@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import matmul, ops_create, ops_math, ops_movement, pointwise, reduction
+from . import fused, matmul, ops_create, ops_math, ops_movement, pointwise, reduction
 from .planner import Lowered, lower
 from .registry import KERNELS, POINTWISE, kernel, pointwise as pointwise_operator
 
