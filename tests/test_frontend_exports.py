@@ -164,3 +164,14 @@ def test_infer_again_after_an_edit() -> None:
     infer(graph)
     assert out.shape == expected
     assert out.dtype == np.float32
+
+
+@pytest.mark.parametrize("name", fixture_names("unit.enclayer"))
+def test_rows_keep_their_order(name: str) -> None:
+    """nn.TransformerEncoderLayer works on [S, B, K] and flattens around projections: only the heads are rearranged."""
+    _, graph = _normal(name)
+    perms = Counter(tuple(n.attrs["perm"]) for n in graph.nodes if n.op == "Transpose")
+    assert perms == {(0, 2, 1, 3): 3, (0, 2, 3, 1): 1}
+    census = Counter(n.op for n in graph.nodes)
+    assert census["Slice"] == 3
+    assert not census.keys() & {"Shape", "Gather", "Concat", "Expand", "Squeeze"}

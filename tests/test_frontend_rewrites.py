@@ -70,6 +70,13 @@ def test_dequantized_weights_become_float() -> None:
     np.testing.assert_array_equal(graph.nodes[0].inputs[1].values, [[0, -0.5], [1, -1.0], [2, -1.5]])
 
 
+def test_a_spread_constant_stays_small() -> None:
+    graph = _check("""(float[40, 50] x) => (float[40, 50] y) {
+        t = Constant <value_ints = [40, 50]> () z = ConstantOfShape <value = float[1] {0.5}> (t) y = Mul(x, z)
+    }""")
+    assert graph.nodes[0].inputs[1].values.size == 1
+
+
 def test_equal_constants_and_nodes_are_one() -> None:
     graph = _check("""(float[B, 2] x) => (float[B, 2] y, float[B, 2] z)
         <float[2] a = {1, 2}, float[2] b = {1, 2}, float[2] c = {3, 4}>
@@ -201,6 +208,19 @@ def test_random_chains(seed: int) -> None:
     moves = _ops(graph)
     assert moves["Transpose"] <= 1
     assert moves["Reshape"] <= 2
+
+
+def test_rows_are_rearranged_behind_a_projection() -> None:
+    weight = ", ".join(str(i / 8) for i in range(-6, 6))
+    graph = _check(
+        f"(float[B, S, 4] x, float[B, S, 3] r) => (float[B, S, 3] y) <float[4, 3] w = {{{weight}}}, float[3] b = {{1, 2, 3}}> "
+        "{ t = Transpose <perm = [1, 0, 2]> (x) n = Constant <value_ints = [-1, 4]> () f = Reshape(t, n) "
+        "m = MatMul(f, w) a = Add(b, m) s = Shape(t) h = Constant <value_ints = [-1]> () i = Constant <value_ints = [0]> () "
+        "two = Constant <value_ints = [2]> () l = Slice(s, i, two) c = Concat <axis = 0> (l, h) "
+        "u = Reshape(a, c) v = Transpose <perm = [1, 0, 2]> (u) y = Add(v, r) }",
+        tolerance=1e-6,
+    )
+    assert _ops(graph) == {"MatMul": 1, "Add": 2}
 
 
 # Counted indices

@@ -2,6 +2,16 @@
 
 ``load`` reads and checks; ``normalize`` binds sizes, folds what is constant, writes composite operators in basic ones
 and cancels data movement; ``infer`` gives every tensor its symbolic shape, also after passes have edited the graph.
+
+| module | concern |
+|---|---|
+| ``model`` | read, check, convert, bind sizes |
+| ``normal_form`` | the order in which all of the following run |
+| ``shapes`` with ``shape_rules``, ``layout_rules``, ``value_rules``, ``coda_rules`` | symbolic inference; a new operator is one rule |
+| ``fold``, ``branches`` | constants, equal nodes, control flow that sizes decide |
+| ``builder`` with ``decompose``, ``decompose_attention``, ``contrib``, ``simplify`` | one function for each operator written otherwise |
+| ``sizes`` | shape operands as constants, or read from the inputs |
+| ``indexing``, ``spread``, ``movement``, ``rows`` | gathers by counts, lazy Expand, chains of reshapes and transposes |
 """
 
 from __future__ import annotations

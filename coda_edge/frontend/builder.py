@@ -85,7 +85,7 @@ def decompose(graph: gs.Graph) -> int:
     Variables that this adds have no dtype or shape yet: ``infer`` gives them.
     """
     editor = ir.GraphEditor(graph)
-    count = 0
+    done = []
     for node in list(graph.nodes):
         rules = TABLE.get((node.domain or "", node.op), ())
         if any(isinstance(t, gs.Variable) and t.name and t.shape is None for t in node.inputs):
@@ -93,14 +93,16 @@ def decompose(graph: gs.Graph) -> int:
         found = next((f for rule in rules if (f := rule(Builder(editor, node))) is not None), None)
         if found is None:
             continue
-        count += 1
         outputs = list(node.outputs)
         news = [found] if isinstance(found, gs.Variable | gs.Constant) else list(found)
-        ir.remove_nodes(graph, [node])
+        node.inputs.clear()
+        node.outputs.clear()
+        done.append(node)
         for old, new in zip(outputs, news, strict=False):
             if old.name:
                 take_over(editor, old, new)
-    return count
+    ir.remove_nodes(graph, done)
+    return len(done)
 
 
 def take_over(editor: ir.GraphEditor, old: gs.Variable, new: ir.Tensor) -> None:

@@ -16,13 +16,13 @@ import onnxruntime
 from onnx.reference import ReferenceEvaluator
 
 from .. import ir
-from ..errors import InvalidModel
-from .shapes import SymbolicInfo
+from .shapes import SymbolicInfo, constant_of
 
 # Operators that give another result each time.
 _RANDOM = frozenset(
     {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
 )
+_SPREADING = ("Expand", "ConstantOfShape")
 
 
 def inline_constants(graph: gs.Graph) -> None:
@@ -33,16 +33,6 @@ def inline_constants(graph: gs.Graph) -> None:
         node.outputs.clear()
         output.to_constant(constant_of(node))
     ir.remove_nodes(graph, dead)
-
-
-def constant_of(node: gs.Node) -> ir.Array:
-    """The value of a Constant node."""
-    name, data = next(iter(node.attrs.items()))
-    if name == "value":
-        return np.asarray(data.values)
-    if "string" in name:
-        raise InvalidModel(f"Constant '{node.name}' holds text: only numbers and bool are supported")
-    return np.asarray(data, np.float32 if "float" in name else np.int64)
 
 
 def fold_values(graph: gs.Graph, info: SymbolicInfo) -> int:
@@ -60,14 +50,19 @@ def fold_values(graph: gs.Graph, info: SymbolicInfo) -> int:
     return len(made)
 
 
-def fold_constants(graph: gs.Graph) -> int:
-    """Evaluates the nodes whose inputs are all constant; returns how many there were."""
+def fold_constants(graph: gs.Graph, expand: bool = False) -> int:
+    """Evaluates the nodes whose inputs are all constant; returns how many there were.
+
+    Expand and its like only if ``expand``: they make large constants of small ones, and their readers may broadcast anyway.
+    """
     known: set[int] = set()
     nodes = []
     for node in ir.in_order(graph):
         given = [t for t in node.inputs if t.name]
         ready = given and all(isinstance(t, gs.Constant) or id(t) in known for t in given)
-        if ready and not node.domain and node.op not in _RANDOM and not _has_graph(node):
+        if node.domain or node.op in _RANDOM or _has_graph(node) or (node.op in _SPREADING and not expand):
+            continue
+        if ready:
             nodes.append(node)
             known.update(id(t) for t in node.outputs)
     if not nodes:

@@ -16,6 +16,7 @@ from .fold import Digests, fold_constants, fold_values, inline_constants, merge_
 from .indexing import simplify_indexing
 from .model import bind
 from .movement import compose_movement
+from .rows import sink_row_movement
 from .shapes import infer
 from .sizes import emit_sizes, simplify_bounds, simplify_targets
 from .spread import defer_expands
@@ -42,6 +43,7 @@ def normalize(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int | str]] 
     for _ in range(_ROUNDS):
         if not _round(graph, digests):
             break
+    fold_constants(graph, expand=True)
     emit_sizes(graph, infer(graph))
     _tidy(graph, digests)
     infer(graph)
@@ -65,6 +67,8 @@ def _rearrange(graph: gs.Graph, digests: Digests) -> int:
     changes = simplify_indexing(graph, infer(graph)) + _tidy(graph, digests)
     infer(graph)
     changes += defer_expands(graph) + _tidy(graph, digests)
+    infer(graph)
+    changes += sink_row_movement(graph) + _tidy(graph, digests)
     infer(graph)
     return changes + compose_movement(graph) + _tidy(graph, digests)
 

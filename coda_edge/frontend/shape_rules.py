@@ -13,8 +13,7 @@ import onnx
 import sympy
 
 from ..symbolic import Dim, divide, simplify
-from .fold import constant_of
-from .shapes import Call, Type, shape_rule
+from .shapes import Call, Type, constant_of, shape_rule
 
 INT64 = np.dtype(np.int64)
 BOOL = np.dtype(np.bool_)

@@ -18,7 +18,7 @@ import onnx_graphsurgeon as gs
 import sympy
 
 from .. import ir
-from ..errors import ShapeError
+from ..errors import InvalidModel, ShapeError
 from ..symbolic import Dim, format_dim, nonnegative, parse_dim, same, simplify, symbol
 
 #: An object array of ints, floats, bools and sympy expressions.
@@ -211,6 +211,16 @@ def objects(values: Sequence[Any], dims: Sequence[int]) -> Values:
     array = np.empty(len(values), object)
     array[:] = values
     return array.reshape(dims)
+
+
+def constant_of(node: gs.Node) -> ir.Array:
+    """The value of a Constant node."""
+    name, data = next(iter(node.attrs.items()))
+    if name == "value":
+        return np.asarray(data.values)
+    if "string" in name:
+        raise InvalidModel(f"Constant '{node.name}' holds text: only numbers and bool are supported")
+    return np.asarray(data, np.float32 if "float" in name else np.int64)
 
 
 @dataclass

@@ -13,10 +13,9 @@ import numpy as np
 import sympy
 
 from ..symbolic import Dim, divide, nonnegative, product, simplify
-from .fold import constant_of
 from .layout_rules import shape_range, slice_parts
 from .shape_rules import dtype_of
-from .shapes import Call, Type, Values, objects, value_rule
+from .shapes import Call, Type, Values, constant_of, objects, value_rule
 
 Scalar = Any  # int, float, bool or sympy.Expr
 Scalars = Callable[..., "Scalar | None"]

@@ -1,0 +1,78 @@
+"""Rows in their own order: a matrix product with constant weights treats every row alike, so it comes before the rearranging.
+
+Models that work on ``[S, B, K]``, or flatten to ``[B·S, K]``, rearrange rows before a projection and back after it. Moved
+behind the projection (and behind a bias on its columns), the two rearrangements meet and cancel.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from .. import ir
+from ..symbolic import Dim, product
+from .movement import Atom, View, plan, trace, write
+from .sizes import SizeEmitter
+
+_COLUMNWISE = ("Add", "Sub", "Mul", "Div")
+
+
+def sink_row_movement(graph: gs.Graph) -> int:
+    """Moves rearrangements of rows behind matrix products and columns; returns how many. Shapes must be annotated."""
+    emitter, views = SizeEmitter(graph), trace(graph)
+    replaced: set[str] = set()
+    for node in ir.in_order(graph):
+        if node.domain or not node.outputs:
+            continue
+        rule = _behind_product if node.op == "MatMul" else _behind_column if node.op in _COLUMNWISE else None
+        data = next((t for t in node.inputs if t.name in views), None)
+        if rule is None or data is None or views[data.name].root.name in replaced:
+            continue
+        moved = rule(emitter, node, data, views[data.name])
+        if moved is not None:
+            out = node.outputs[0]
+            replaced.add(out.name)
+            node.outputs.clear()
+            emitter.editor.replace(out, write(emitter, moved, out.name))
+    return len(replaced)
+
+
+def _behind_product(emitter: SizeEmitter, node: gs.Node, data: gs.Variable, view: View) -> View | None:
+    """The product of the rows in their source's order, as a view with the rows rearranged."""
+    weight = node.inputs[1]
+    if node.inputs[0] is not data or not isinstance(weight, gs.Constant) or len(weight.shape) != 2:
+        return None
+    groups = _source_order(view)
+    if not groups or not view.axes[-1] or groups == [g for g in view.axes[:-1] if g]:
+        return None
+    ordered = View(view.root, view.source, [*groups, view.axes[-1]])
+    if len(plan(ordered)) > len(plan(view)):
+        return None
+    rows = write(emitter, ordered, data.name)
+    width = int(weight.shape[1])
+    dims: list[Dim] = [*(product(a.size for a in g) for g in groups), width]
+    result = emitter.editor.apply("MatMul", [rows, weight], dims, node.outputs[0].name)
+    column = [Atom(width)] if width != 1 else []
+    return View(result, [*groups, column], [*view.axes[:-1], column])
+
+
+def _source_order(view: View) -> list[list[Atom]]:
+    """The atoms of the rows in the order of the view's source, those of one source axis that stay in a row together."""
+    rows = {id(a) for group in view.axes[:-1] for a in group}
+    return [kept for group in view.source if (kept := [a for a in group if id(a) in rows])]
+
+
+def _behind_column(emitter: SizeEmitter, node: gs.Node, data: gs.Variable, view: View) -> View | None:
+    """A column added to (…) a rearranged product, done before the rearranging if that keeps the columns."""
+    source = ir.made_by(view.root, "MatMul")
+    if source is None or not view.axes[-1] or view.axes[-1] != view.source[-1] or not plan(view):
+        return None
+    side = 1 if node.inputs[0] is data else 0
+    value = ir.constant_value(node.inputs[side])
+    width = ir.shape(data)[-1]
+    if value is None or value.size != width or value.ndim > len(view.axes) or value.shape[-1] != width:
+        return None
+    column = emitter.editor.constant(f"{node.inputs[side].name}.column", np.asarray(value).reshape(-1))
+    operands = [view.root, column] if side else [column, view.root]
+    result = emitter.editor.apply(node.op, operands, ir.shape(view.root), node.outputs[0].name)
+    return View(result, view.source, view.axes)
