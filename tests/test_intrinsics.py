@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ def pointwise(target: targets.Target, *names: str) -> dict[str, Callable[[np.nda
             body.store(y, i * lanes, function(load(x, i * lanes, lanes)))
         with body.loop(whole * lanes, n) as i:
             body.store(y, i, function(load(x, i)))
-        kernels.append(KernelSource(name, body.function(name, [x, y, n])))
+        kernels.append(KernelSource(name, partial(body.function, name, [x, y, n])))
     library = Library(target.build(kernels))
 
     def bound(name: str) -> Callable[[np.ndarray], np.ndarray]:

@@ -86,7 +86,7 @@ def lower_attention(
         traffic = traffic + operand.shape[0] * operand.shape[1] * operand.shape[2] * operand.shape[3]
     return KernelCall(
         name=name,
-        kernel=KernelSource(symbol, AttentionKernel(shape).items(symbol)),
+        kernel=KernelSource(symbol, lambda: AttentionKernel(shape).items(symbol)),
         buffers=(*qkv, *(o.buffer for o in operands), output),
         ints=(sizes.heads, sizes.queries, sizes.keys, *(s for row in strides for s in row)),
         items=simplify(heads * blocks),

@@ -142,8 +142,8 @@ class Emitter:
 
     def load(self, operand: str | Packed | Workspace, dtype: str, index: Expr) -> Expr:
         """The element at flat ``index``."""
-        value = tirx.BufferLoad(self.buffer(operand, dtype), [index])
-        return self.bind(value != tirx.const(0, "uint8") if dtype == "bool" else value)
+        value = self.bind(tirx.BufferLoad(self.buffer(operand, dtype), [index]))
+        return self.bind(value != tirx.const(0, "uint8")) if dtype == "bool" else value
 
     def store(self, buffer: Buffer, index: Expr, value: Expr) -> None:
         """Writes ``value`` at flat ``index``."""
@@ -156,10 +156,15 @@ class Emitter:
         self._scopes[-1].statements.append(statement)
 
     def bind(self, expr: Expr) -> Expr:
-        """A variable holding ``expr``, in the outermost scope possible; the same variable for the same expression."""
+        """A variable holding ``expr``, in the outermost scope possible; the same variable for the same expression.
+
+        A vector of bools stays an expression: TVM has no variables of that kind.
+        """
         if isinstance(expr, (Var, tirx.IntImm, tirx.FloatImm)):
             return expr
         expr = self._without_lets(expr)
+        if self._width > 1 and dtype_of(expr) == "bool" and self.varies(expr):
+            return expr
         key = str(expr)
         for scope in self._scopes:
             if key in scope.memo:
@@ -321,8 +326,8 @@ class Emitter:
                 self.store(result, slot, side())
             scopes.append(scope)
         self.add(tirx.IfThenElse(condition, _sequence(scopes[0]), _sequence(scopes[1])))
-        value = tirx.BufferLoad(result, [slot])
-        return self._bind_here(value != tirx.const(0, "uint8") if dtype == "bool" else value)
+        value = self._bind_here(tirx.BufferLoad(result, [slot]))
+        return value != tirx.const(0, "uint8") if dtype == "bool" else value
 
     @contextmanager
     def when(self, condition: Expr) -> Iterator[None]:
@@ -351,7 +356,7 @@ class Emitter:
         symbol = f"{stem}_{hashlib.sha256(func.script().encode()).hexdigest()[:12]}"
         return KernelCall(
             name=stem,
-            kernel=KernelSource(symbol, func.with_attr("global_symbol", symbol)),
+            kernel=KernelSource(symbol, lambda: func.with_attr("global_symbol", symbol)),
             buffers=tuple(self._operands),
             ints=tuple(self._sizes),
             items=simplify(items),
@@ -366,10 +371,13 @@ class Emitter:
     def _without_lets(self, expr: Expr) -> Expr:
         """``expr`` with what its Let expressions bind bound as statements: vectors of them are not handled by TVM."""
         bound: dict[Var, Expr] = {}
+        done: dict[tirx.Let, Expr] = {}
 
         def let(node: tirx.Let, mutator: StructuralMutator) -> Expr:
-            bound[node.var] = self.bind(mutator.mutate(node.value))
-            return mutator.mutate(node.body)
+            if node not in done:
+                bound[node.var] = self.bind(mutator.mutate(node.value))
+                done[node] = self.bind(mutator.mutate(node.body))
+            return done[node]
 
         def variable(var: Var, mutator: StructuralMutator) -> Expr:
             return bound.get(var, var)

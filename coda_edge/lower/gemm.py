@@ -59,18 +59,19 @@ def lower_gemm(
     schedule = schedule or choose_gemm(target, n, k, 1 << depth(program))
     shape = GemmShape(program, n, k, schedule)
     symbol = f"gemm_{n}x{k}_{_key(target, shape)}"
+    merge = f"{symbol}_finish"
     count = shape.partials
     workspaces = (Workspace(f"{name}.partials", simplify(4 * count * shape.panels * rows)),) if count else ()
     blocks = simplify(sympy.ceiling(sympy.sympify(rows) / schedule.block_rows))
     return KernelCall(
         name=name,
-        kernel=KernelSource(symbol, Kernel(shape).items(symbol)),
+        kernel=KernelSource(symbol, lambda: Kernel(shape).items(symbol)),
         buffers=(a, Packed(f"{name}.weight", pack(shape, weight)), *operands, *outputs, *workspaces),
         ints=(rows, rows_per_batch) if heads and rows_per_batch is not None else (rows,),
         items=simplify(blocks * shape.panels),
         grain=schedule.grain,
         scratch=4 * schedule.block_rows * len(shape.hoisted),
-        finish=KernelSource(f"{symbol}_finish", Kernel(shape).merge(f"{symbol}_finish")) if count else None,
+        finish=KernelSource(merge, lambda: Kernel(shape).merge(merge)) if count else None,
         outputs=tuple(outputs),
         flops=simplify(rows * (2 * n * k + program.flops(n))),
         bytes=simplify(_traffic(shape, rows)),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -31,10 +33,18 @@ class Packed:
 
 @dataclass(frozen=True)
 class KernelSource:
-    """A kernel to build. ``symbol`` is a function of everything that shaped it: equal symbols are equal kernels."""
+    """A kernel to build. ``symbol`` is a function of everything that shaped it: equal symbols are equal kernels.
+
+    ``make`` writes the kernel; it is called once, for one of all equal kernels, when the function is wanted.
+    """
 
     symbol: str
-    func: PrimFunc
+    make: Callable[[], PrimFunc]
+
+    @cached_property
+    def func(self) -> PrimFunc:
+        """The kernel's function."""
+        return self.make()
 
 
 @dataclass(frozen=True)
