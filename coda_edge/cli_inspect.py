@@ -72,6 +72,8 @@ class BundleView:
         console.print(_tensor_table(self.inputs, self.outputs))
         at = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         table = _table(f"plan{f', at {at}' if at else ''}", "#", "step", "kernel", "MFLOP", "MB", "from")
+        for column in table.columns:
+            column.no_wrap, column.overflow = True, "ellipsis"
         for number, step in enumerate(self.steps):
             work = (f"{step.flops / 1e6:.2f}", f"{step.bytes / 1e6:.2f}")
             table.add_row(str(number), Text(step.name), Text(step.kernel), *work, Text(step.source))
@@ -118,11 +120,11 @@ class ModelView:
         summary.add_row("nodes", f"{self.nodes}: {census(names)}")
         console.print(summary)
         console.print(_tensor_table(self.inputs, self.outputs))
-        if self.functions:
-            table = _table("fused operators", "function", "calls", "program")
-            for f in self.functions:
-                table.add_row(Text(f.name), str(f.calls), Text(f.program))
-            console.print(table)
+        for f in self.functions:
+            if f.calls:
+                console.print(Text.assemble((f.name, "bold"), f"  ×{f.calls}"))
+            if f.program:
+                console.print(Text(f.program, style="dim"))
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,10 @@ def main(bundle: str) -> None:
     (theirs,) = ort_session(str(minilm.path())).run(names, feeds)
     error = relative_error(ours[0], theirs)
     vectors = minilm.embed(ours[0], feeds["attention_mask"])
-    table = Table(title="Cosine similarity of sentences, from the bundle", title_justify="left", box=None)
-    table.add_column("")
+    table = Table(
+        title="Cosine similarity of sentences, from the bundle", title_justify="left", box=None, padding=(0, 1, 0, 0)
+    )
+    table.add_column("", no_wrap=True)
     for number, _ in enumerate(minilm.SENTENCES, 1):
         table.add_column(str(number), justify="right")
     for number, (sentence, row) in enumerate(zip(minilm.SENTENCES, vectors @ vectors.T, strict=True), 1):

@@ -132,7 +132,7 @@ def test_inspect_shows_a_model(
     assert said["inputs"][0] == {"name": "input_ids", "dtype": "int64", "shape": ["batch", "sequence"]}
 
     functions = _json(command("inspect", optimized[1], "--json"))["functions"]
-    assert sum(f["calls"] for f in functions if "acc: tile" in f["program"]) == 8
+    assert sum(f["calls"] for f in functions if f["name"].startswith("Gemm")) == 8
     assert "moments" in command("inspect", optimized[1]).stdout
 
 
