@@ -71,12 +71,10 @@ class BundleView:
         console.print(summary)
         console.print(_tensor_table(self.inputs, self.outputs))
         at = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
-        table = _table(f"plan{f', at {at}' if at else ''}", "#", "step", "kernel", "MFLOP", "MB", "from")
-        for column in table.columns:
-            column.no_wrap, column.overflow = True, "ellipsis"
+        table = _table(f"plan{f', at {at}' if at else ''}", "#", "step", "kernel", "MFLOP", "MB")
         for number, step in enumerate(self.steps):
             work = (f"{step.flops / 1e6:.2f}", f"{step.bytes / 1e6:.2f}")
-            table.add_row(str(number), Text(step.name), Text(step.kernel), *work, Text(step.source))
+            table.add_row(str(number), _clip(step.name, 38), _clip(step.kernel, 20), *work)
         console.print(table)
 
 
@@ -273,6 +271,11 @@ def _size_text(exprs: ExprTable, index: int) -> str:
 
 def _number(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
+
+
+def _clip(text: str, width: int) -> Text:
+    """The end of ``text``, which is where names of nodes differ."""
+    return Text(text if len(text) <= width else f"…{text[1 - width :]}")
 
 
 def _summary(title: str) -> Table:
