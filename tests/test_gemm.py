@@ -11,7 +11,8 @@ from kernel_harness import VECTOR_TARGETS, Library, run
 
 from coda_edge import targets
 from coda_edge.epilogue import library
-from coda_edge.epilogue.program import EpilogueProgram, Kind
+from coda_edge.epilogue.builder import Builder
+from coda_edge.epilogue.program import EpilogueProgram, Kind, Rows
 from coda_edge.errors import ShapeError
 from coda_edge.lower.gemm import lower_gemm
 from coda_edge.lower.kernel import KernelCall
@@ -53,8 +54,9 @@ def check(
     a = rng.standard_normal((m, k)).astype(np.float32)
     operands = {}
     for param in program.params[1:]:
-        width = program.width(param.name, n) if param.kind in (Kind.TILE, Kind.COL) else 1
-        shape = {Kind.TILE: (m, width), Kind.ROW: (m, 1), Kind.COL: (width,), Kind.SCALAR: ()}[param.kind]
+        width = program.operand_width(param, n) if param.kind in (Kind.TILE, Kind.COL) else 1
+        count = {Rows.ALL: m, Rows.POSITION: rows_per_batch, Rows.BATCH: m // rows_per_batch}[param.rows]
+        shape = {Kind.TILE: (count, width), Kind.ROW: (count, 1), Kind.COL: (width,), Kind.SCALAR: ()}[param.kind]
         values = rng.standard_normal(shape) + offset
         values = np.abs(values) + 0.1 if param.name in ("var", "rstd") else values
         operands[param.name] = np.asarray(values > 0 if param.dtype == "bool" else values).astype(STORED[param.dtype])
@@ -156,10 +158,37 @@ def test_heads(target: targets.Target, heads: int, size: int) -> None:
         check(target, program, batch * sequence, 3 * width, 16, rows_per_batch=sequence)
 
 
+SHARED = (
+    "(acc: tile f32, cos: tile[position, period=P] f32, sin: tile[period=P] f32, bias: tile[batch] f32, r: row[position] f32, "
+    "s: row[batch] f32, t: row[position] f32) -> (y: tile = v10[A:B] heads[D] halves, z: tile = v10, u: tile = v10 heads[D]) {\n"
+    "  v0 = add acc bias\n  v1 = add v0 r\n  v2 = exp s\n  v3 = mul v1 v2\n  v4 = even v3\n  v5 = odd v3\n  v6 = mul v4 cos\n"
+    "  v7 = mul v5 sin\n  v8 = sub v6 v7\n  v9 = interleave v8 v7\n  v10 = mul v9 t\n}"
+)
+
+
+@each_target
+@pytest.mark.parametrize("heads,size", [(4, 16), (1, 64), (3, 20), (5, 6), (7, 2), (2, 80), (2, 34)])
+def test_rotated_heads(target: targets.Target, heads: int, size: int) -> None:
+    """Operands that positions or batch entries share, of any period, and heads stored in halves."""
+    for begin in (0, size):
+        end = (heads + 1) * size
+        text = SHARED.replace("P]", f"{size // 2}]").replace("A:B", f"{begin}:{end}").replace("[D]", f"[{size}]")
+        program = EpilogueProgram.parse(text)
+        for batch, sequence in ((1, 1), (3, 1), (3, 7), (2, 1), (1, 133), (3, 43)):
+            check(target, program, batch * sequence, end, 9, rows_per_batch=sequence)
+
+
+@each_target
+def test_halves_without_pairs(target: targets.Target) -> None:
+    text = "(acc: tile f32, c: tile[batch, period=3] f32) -> (y: tile = v0 heads[6] halves, z: tile = v1 heads[4] halves) {\n"
+    program = EpilogueProgram.parse(text + "  v0 = mul acc c\n  v1 = interleave v0 acc\n}")
+    for batch, sequence in ((1, 7), (3, 5)):
+        for n in (6, 36, 48):
+            check(target, program, batch * sequence, n, 7, rows_per_batch=sequence)
+
+
 def qkv_program(width: int, size: int) -> EpilogueProgram:
     """Bias, a scale for q, and q, k and v as attention reads them."""
-    from coda_edge.epilogue.builder import Builder
-
     b = Builder()
     v0 = b.add("add", "acc", b.param("b", Kind.COL))
     b.output("q", b.add("mul", v0, 0.125), columns=(0, width), heads=size)
@@ -170,8 +199,6 @@ def qkv_program(width: int, size: int) -> EpilogueProgram:
 
 @each_target
 def test_column_ranges(target: targets.Target) -> None:
-    from coda_edge.epilogue.builder import Builder
-
     for cuts in ((0, 5, 100), (0, 48, 144), (0, 96, 97), (3, 30, 31)):
         b = Builder()
         v0 = b.add("add", "acc", b.param("r", Kind.TILE))

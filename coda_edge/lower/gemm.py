@@ -16,7 +16,7 @@ import numpy.typing as npt
 import sympy
 import tvm
 
-from ..epilogue.program import EpilogueProgram, Kind
+from ..epilogue.program import EpilogueProgram, Kind, Rows
 from ..epilogue.tir import STORAGE, depth
 from ..errors import ShapeError
 from ..schedule.gemm import GemmSchedule, choose_gemm
@@ -44,7 +44,8 @@ def lower_gemm(
     """The kernel call for ``program`` over ``a [rows, K] @ weight [K, N]``, all float32.
 
     ``operands`` follow ``program.params[1:]`` and ``outputs`` ``program.outputs``: tiles ``[rows, width]``, rows ``[rows]``, columns
-    ``[width]``, scalars one element. ``rows_per_batch``: S of outputs with ``heads``. Raises ShapeError if they do not fit.
+    ``[width]``, scalars one element. ``rows_per_batch``: S of outputs with ``heads`` and of operands that positions or batch
+    entries share. Raises ShapeError if they do not fit.
     """
     k, n = weight.shape
     program.check(n)
@@ -53,9 +54,10 @@ def lower_gemm(
             f"GEMM '{name}': the epilogue has {len(program.params) - 1} operands and {len(program.outputs)} outputs; "
             f"{len(operands)} and {len(outputs)} were given"
         )
-    heads = any(o.heads for o in program.outputs)
-    if heads and rows_per_batch is None:
-        raise ShapeError(f"GEMM '{name}': an output laid out in heads needs the number of rows of a batch entry")
+    if program.batched and rows_per_batch is None:
+        raise ShapeError(
+            f"GEMM '{name}': an output laid out in heads, or an operand shared by rows, needs the number of rows of a batch entry"
+        )
     schedule = schedule or choose_gemm(target, n, k, 1 << depth(program))
     shape = GemmShape(program, n, k, schedule)
     symbol = f"gemm_{n}x{k}_{_key(target, shape)}"
@@ -67,14 +69,14 @@ def lower_gemm(
         name=name,
         kernel=KernelSource(symbol, lambda: Kernel(shape).items(symbol)),
         buffers=(a, Packed(f"{name}.weight", pack(shape, weight)), *operands, *outputs, *workspaces),
-        ints=(rows, rows_per_batch) if heads and rows_per_batch is not None else (rows,),
+        ints=(rows, rows_per_batch) if program.batched and rows_per_batch is not None else (rows,),
         items=simplify(blocks * shape.panels),
         grain=schedule.grain,
         scratch=4 * schedule.block_rows * len(shape.hoisted),
         finish=KernelSource(merge, lambda: Kernel(shape).merge(merge)) if count else None,
         outputs=tuple(outputs),
         flops=simplify(rows * (2 * n * k + program.flops(n))),
-        bytes=simplify(_traffic(shape, rows)),
+        bytes=simplify(_traffic(shape, rows, rows_per_batch)),
         source=source,
     )
 
@@ -95,15 +97,18 @@ def _key(target: Target, shape: GemmShape) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _traffic(shape: GemmShape, rows: Dim) -> Dim:
+def _traffic(shape: GemmShape, rows: Dim, rows_per_batch: Dim | None) -> Dim:
     """Bytes of every tensor read or written once."""
     program, n = shape.program, shape.n
     kinds, dtypes = program.kinds(), program.dtypes()
+    counts: dict[Rows, Dim] = {Rows.ALL: rows}
+    if rows_per_batch is not None:
+        counts |= {Rows.POSITION: rows_per_batch, Rows.BATCH: rows / sympy.sympify(rows_per_batch)}
+    wide = (Kind.TILE, Kind.COL)
+    stored = [(p.name, program.operand_width(p, n) if p.kind in wide else 1, p.rows) for p in program.params[1:]]
+    stored += [(o.value, program.output_width(o, n) if o.kind is Kind.TILE else 1, Rows.ALL) for o in program.outputs]
     total: Dim = 4 * rows * shape.k + 4 * n * shape.k
-    columns = {p.name: program.width(p.name, n) for p in program.params if p.kind in (Kind.TILE, Kind.COL)}
-    stored = [(p.name, columns.get(p.name, 1)) for p in program.params[1:]]
-    stored += [(o.value, program.output_width(o, n) if o.kind is Kind.TILE else 1) for o in program.outputs]
-    for value, width in stored:
+    for value, width, which in stored:
         size = tvm.DataType(STORAGE[dtypes[value]]).itemsize
-        total = total + size * width * (rows if kinds[value] in (Kind.TILE, Kind.ROW) else 1)
+        total = total + size * width * (counts[which] if kinds[value] in (Kind.TILE, Kind.ROW) else 1)
     return total

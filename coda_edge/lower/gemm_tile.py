@@ -10,14 +10,17 @@ from functools import cached_property, partial
 from tvm import tirx
 
 from ..epilogue.ops import Group
-from ..epilogue.program import EpilogueProgram, Kind, Output
+from ..epilogue.program import EpilogueProgram, Kind, Output, Param, Rows
 from ..epilogue.tir import STORAGE, Columns, Evaluator, Place, as_stored, depth, level
 from ..schedule.gemm import GemmSchedule
-from .body import Body, Buffer, Expr, external, f32, index, lanes, load, shuffle, widen
+from .body import Body, Buffer, Expr, external, f32, index, lanes, load, ramp, shuffle, widen
+from .gemm_layout import Layout, scaled
 from .statistics import Panels, Statistic, statistics
 
 _LINE = 16
 """float32 of a cache line."""
+_SHARED = {Rows.POSITION: tirx.floormod, Rows.BATCH: tirx.floordiv}
+"""An operand's row, from the tile's row and the rows of a batch entry, where it is not the tile's row."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,8 @@ class Kernel:
         self.begin, self.end = tirx.Var("begin", "int64"), tirx.Var("end", "int64")
         buffers = [self.a, self.w, *self.operands.values(), *self.outputs.values()]
         buffers += [self.partials, self.scratch] if shape.statistics else [self.scratch]
-        heads = [self.rows_per_batch] if any(o.heads for o in program.outputs) else []
-        self.params = [*buffers, self.rows, *heads, self.begin, self.end]
+        batched = [self.rows_per_batch] if program.batched else []
+        self.params = [*buffers, self.rows, *batched, self.begin, self.end]
 
     def items(self, symbol: str) -> tirx.PrimFunc:
         """The kernel that does items: which panel, which rows, what the rows need ahead, then the panel's tiles."""
@@ -113,11 +116,16 @@ class Kernel:
         return (panel + slot * self.shape.panels) * self.rows + row
 
     def row_operand(self, name: str, at: Expr, count: int) -> Expr | None:
-        """``count`` rows of a row operand from row ``at``, or a scalar operand; None for what is neither."""
+        """``count`` rows of a row operand for the tile's rows from ``at``, or a scalar operand; None for what is neither."""
         kind = self.shape.program.kinds()[name]
         if name not in self.operands or kind not in (Kind.ROW, Kind.SCALAR):
             return None
-        return load(self.operands[name], 0) if kind is Kind.SCALAR else load(self.operands[name], at, count)
+        if kind is Kind.SCALAR:
+            return load(self.operands[name], 0)
+        shared = _SHARED.get(self.shape.program.param(name).rows)
+        if shared is None:
+            return load(self.operands[name], at, count)
+        return tirx.BufferLoad(self.operands[name], [shared(ramp(at, count), widen(self.rows_per_batch, count))])
 
     def _rows_ahead(self, first: Expr, last: Expr) -> None:
         """The block's hoisted row values, into scratch ``[value, row of the block]``."""
@@ -160,7 +168,7 @@ class Kernel:
             ]
             panels = Panels(
                 self.shape.panels,
-                _scaled(self.schedule.width, level(program, statistic.operand)),
+                scaled(self.schedule.width, level(program, statistic.operand)),
                 program.width(statistic.operand, self.shape.n),
             )
             merged = dict(zip(statistic.results, statistic.rule.merge(self.body, reads, panels, count), strict=True))
@@ -197,6 +205,8 @@ class Tile:
         self.rows = rows
         self.valid = valid
         self.acc: dict[Place, Buffer] = {}
+        self.batches: list[tuple[Expr, Expr]] = []
+        """Of each row, the batch entry and the position in it."""
 
     def write(self, tile: Expr, share: Expr) -> None:
         """The tile, the ``tile``-th of its item, of whose prefetches a K block of a tile does ``share``."""
@@ -245,9 +255,11 @@ class Tile:
             self.body.prefetch(self.kernel.w, panel_start + size + (ahead + line) * _LINE)
 
     def _epilogue(self) -> None:
+        if self.shape.program.batched:
+            self.batches = list(self._batches())
         values = Evaluator(self.shape.program, self.body, self._leaf, self.columns)
         tiles = [o for o in self.shape.program.outputs if o.kind is Kind.TILE]
-        layouts = [(o, _Layout(self, o)) for o in tiles if not o.columns]
+        layouts = [(o, self._layout(o)) for o in tiles if not o.columns]
         for layout in (layout for _, layout in layouts):
             layout.prepare()
         for i in range(len(self.rows)):
@@ -256,14 +268,14 @@ class Tile:
             self._reduce(values, i)
         for output in tiles:
             if output.columns:
-                layout = _Layout(self, output)
+                layout = self._layout(output)
                 with self.body.when(layout.reached()):
                     layout.prepare()
                     inner = values.fork()
                     for i in range(len(self.rows)):
                         self._store(output, layout, inner, i)
 
-    def _store(self, output: Output, layout: _Layout, values: Evaluator, i: int) -> None:
+    def _store(self, output: Output, layout: Layout, values: Evaluator, i: int) -> None:
         dtype = self.shape.program.dtypes()[output.value]
         classes = range(self.columns.classes(level(self.shape.program, output.value)))
         vectors = []
@@ -275,8 +287,7 @@ class Tile:
             for vector, segments in zip(vectors, layout.segments, strict=True):
                 for segment in segments:
                     with self.body.when(segment.inside):
-                        order = range(segment.offset, segment.offset + segment.length)
-                        self.body.store(buffer, layout.rows[i] + segment.at, shuffle([vector], order))
+                        self.body.store(buffer, layout.rows[i] + segment.at, shuffle([vector], segment.order))
 
     def _reduce(self, values: Evaluator, i: int) -> None:
         program = self.shape.program
@@ -285,7 +296,7 @@ class Tile:
             places = [Place(i, c, p) for c in range(self.columns.classes(wide)) for p, _ in self._parts()]
             pieces = [values.value(statistic.operand, place) for place in places]
             pieces = [piece.astype(f"float32x{lanes(piece)}" if lanes(piece) > 1 else "float32") for piece in pieces]
-            results = statistic.rule.panel(self.body, pieces, _scaled(self.columns.width, wide))
+            results = statistic.rule.panel(self.body, pieces, scaled(self.columns.width, wide))
             with self.body.when(True if self.valid is None else self.valid[i]):
                 for slot, result in enumerate(results, statistic.slot):
                     at = self.kernel.partial_at(slot, self.panel, self.rows[i])
@@ -302,96 +313,63 @@ class Tile:
             return load(kernel.scratch, row - self.first + slot * kernel.schedule.block_rows)
         if name not in kernel.operands:
             return None
-        kind = program.param(name).kind
-        if kind in (Kind.ROW, Kind.SCALAR):
-            return kernel.row_operand(name, row, 1)
+        param = program.param(name)
+        if param.kind is Kind.SCALAR:
+            return load(kernel.operands[name], 0)
+        if param.rows is not Rows.ALL:
+            row = self.batches[place.row][0 if param.rows is Rows.BATCH else 1]
+        if param.kind is Kind.ROW:
+            return load(kernel.operands[name], row)
         wide = level(program, name)
-        at, count = self.span(wide, place.part)
-        start = at if kind is Kind.COL else row * program.width(name, self.shape.n) + at
-        return self.columns.piece(load(kernel.operands[name], start, count), place.cls, wide)
+        start = index(0) if param.kind is Kind.COL else row * program.operand_width(param, self.shape.n)
+        return self.columns.piece(self._natural(param, start, wide, place.part), place.cls, wide)
 
-    def span(self, wide: int, part: int) -> tuple[Expr, int]:
+    def _natural(self, param: Param, start: Expr, wide: int, part: int) -> Expr:
+        """The consecutive columns of an operand's row that a part of all classes covers; the row starts at ``start``."""
+        buffer = self.kernel.operands[param.name]
+        at, count = self._span(wide, part)
+        if param.period is None:
+            return load(buffer, start + at, count)
+        # A run of columns that begins at a multiple of its length does not cross the end of a period.
+        offset = self.columns.parts[part][0] * self.columns.classes(wide)
+        run = math.gcd(count, param.period, scaled(self.kernel.schedule.width, wide), offset)
+        runs = [load(buffer, start + tirx.floormod(at + i, index(param.period)), run) for i in range(0, count, run)]
+        return shuffle([self.body.let(r, param.name) for r in runs], range(count))
+
+    def _span(self, wide: int, part: int) -> tuple[Expr, int]:
         """The natural columns that a part of all classes covers, of a value at level ``wide``: the first, and how many."""
         offset, n = self.columns.parts[part]
         classes = self.columns.classes(wide)
-        return self.panel * _scaled(self.kernel.schedule.width, wide) + offset * classes, n * classes
+        return self.panel * scaled(self.kernel.schedule.width, wide) + offset * classes, n * classes
+
+    def _layout(self, output: Output) -> Layout:
+        wide = level(self.shape.program, output.value)
+        return Layout(
+            self.body,
+            output,
+            self.panel,
+            scaled(self.kernel.schedule.width, wide),
+            self.shape.program.width(output.value, self.shape.n),
+            [self._span(wide, part) for part, _ in self._parts()],
+            [offset * self.columns.classes(wide) for _, (offset, _) in self._parts()],
+            self.rows,
+            self.batches,
+            self.kernel.rows_per_batch,
+        )
+
+    def _batches(self) -> Iterator[tuple[Expr, Expr]]:
+        """Batch entry and position of each row: one division a tile, as its rows follow each other (but at the edge)."""
+        body, count = self.body, self.kernel.rows_per_batch
+        batch = position = index(0)
+        for i, row in enumerate(self.rows):
+            if i == 0 or self.valid is not None:
+                batch = body.let(tirx.floordiv(row, count), "batch")
+                position = body.let(row - batch * count, "position")
+            else:
+                over = body.let((position + 1).equal(count), "over")
+                batch = body.let(tirx.Select(over, batch + 1, batch), "batch")
+                position = body.let(tirx.Select(over, index(0), position + 1), "position")
+            yield batch, position
 
     def _parts(self) -> Iterator[tuple[int, tuple[int, int]]]:
         return enumerate(self.columns.parts)
-
-
-@dataclass(frozen=True)
-class _Segment:
-    """Lanes ``offset`` to ``offset + length`` of a stored vector, which go to ``at`` from the row's start, if ``inside``."""
-
-    offset: int
-    length: int
-    at: Expr
-    inside: Expr | bool
-
-
-class _Layout:
-    """Where a tile output's rows and columns go. ``prepare`` writes the addresses, in the block in which they are used."""
-
-    def __init__(self, tile: Tile, output: Output) -> None:
-        self.tile = tile
-        self.output = output
-        self.wide = level(tile.shape.program, output.value)
-        self.width = _scaled(tile.kernel.schedule.width, self.wide)
-        self.total = tile.shape.program.width(output.value, tile.shape.n)
-        self.begin, self.end = output.columns or (0, self.total)
-        self.rows: list[Expr] = []
-        self.segments: list[list[_Segment]] = []
-
-    def reached(self) -> Expr | bool:
-        """Whether the panel has columns of the output's range."""
-        panel = self.tile.panel
-        after = True if self.begin < self.width else panel >= index(self.begin // self.width)
-        before = True if self.end > self.total - self.width else panel < index(-(-self.end // self.width))
-        if after is True or before is True:
-            return before if after is True else after
-        return tirx.And(after, before)
-
-    def prepare(self) -> None:
-        """Writes the rows' and segments' addresses."""
-        body, output, tile = self.tile.body, self.output, self.tile
-        if output.heads:
-            self.rows = list(self._rows_in_heads(output.heads))
-        else:
-            self.rows = [body.let(row * (self.end - self.begin), "row_start") for row in tile.rows]
-        # Bounds of the range that fall within a panel; the end of the last one bounds nothing.
-        inner = [b for b in (self.begin, self.end) if b % self.width and b != self.total]
-        for part in range(len(tile.columns.parts)):
-            first, count = tile.span(self.wide, part)
-            offset = tile.columns.parts[part][0] * tile.columns.classes(self.wide)
-            cuts = [*inner, *([output.heads, self.begin] if output.heads else [])]
-            cuts += [self.width, offset] if cuts else []
-            length = math.gcd(count, *cuts)
-            self.segments.append([self._segment(first, at, length, bool(inner)) for at in range(0, count, length)])
-
-    def _segment(self, first: Expr, offset: int, length: int, cut: bool) -> _Segment:
-        body, heads = self.tile.body, self.output.heads
-        column = body.let(first + (offset - self.begin), "column")
-        inside = tirx.And(column >= index(0), column < index(self.end - self.begin)) if cut else True
-        if not heads:
-            return _Segment(offset, length, column, inside)
-        head = body.let(tirx.floordiv(column, index(heads)), "head")
-        at = body.let(head * (self.tile.kernel.rows_per_batch * heads) + (column - head * heads), "at")
-        return _Segment(offset, length, at, inside)
-
-    def _rows_in_heads(self, size: int) -> Iterator[Expr]:
-        """The start of each row in ``[B, H, S, size]``: one division a tile, as rows follow each other."""
-        body, count = self.tile.body, self.tile.kernel.rows_per_batch
-        batch_size = body.let(count * (self.end - self.begin), "batch_size")
-        batch = body.let(tirx.floordiv(self.tile.rows[0], count), "batch")
-        row = body.let(self.tile.rows[0] - batch * count, "batch_row")
-        for i in range(len(self.tile.rows)):
-            if i:
-                over = body.let((row + 1).equal(count), "over")
-                batch = body.let(tirx.Select(over, batch + 1, batch), "batch")
-                row = body.let(tirx.Select(over, index(0), row + 1), "batch_row")
-            yield body.let(batch * batch_size + row * size, "row_start")
-
-
-def _scaled(width: int, wide: int) -> int:
-    return width << wide if wide >= 0 else width >> -wide
