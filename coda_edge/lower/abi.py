@@ -16,7 +16,6 @@ from tvm import tirx
 from tvm.tirx.buffer import buffer_data_pointer_type, is_buffer_var
 
 STATUS = "status"
-AS_WRITTEN = "coda.as_written"
 _BODY = "_body"
 _PIPELINE = "coda_kernel"
 
@@ -123,19 +122,6 @@ def _reports_status(func: tirx.PrimFunc) -> bool:
 
 
 @tirx.transform.prim_func_pass(opt_level=0)
-class Simplify:
-    """StmtSimplify of every function that may be simplified."""
-
-    def transform_function(
-        self, func: tirx.PrimFunc, module: tvm.IRModule, context: tvm.transform.PassContext
-    ) -> tirx.PrimFunc:
-        """The function, simplified unless it has the attribute ``AS_WRITTEN``."""
-        if func.attrs.get(AS_WRITTEN) is not None:
-            return func
-        return tirx.transform.StmtSimplify()(tvm.IRModule({"f": func}))["f"]
-
-
-@tirx.transform.prim_func_pass(opt_level=0)
 class PointerArrays:
     """Replaces a kernel's parameters by the two arrays of the ABI (and the status word, if it has one)."""
 
@@ -182,15 +168,15 @@ class PointerArrays:
 def _pipeline() -> tuple[tvm.transform.Pass, Callable[[], tvm.transform.Pass], Callable[[], tvm.transform.Pass]]:
     """TVM's default CPU lowering, with the steps that only other devices need left out and our ABI in place of its own.
 
-    StmtSimplify writes every bound value out at each use, and then folds ``(x + c) - c`` of floats to ``x``: a function with the
-    attribute ``AS_WRITTEN`` is left alone by it.
+    Its analysis writes every bound value out at each use, which can grow without limit, and folds ``(x + c) - c`` of floats to
+    ``x``: kernels keep such values in stack buffers, which it leaves alone.
     """
     passes = [
         tirx.transform.FlattenBuffer(),
         tirx.transform.BF16ComputeLegalize(),
         tirx.transform.VectorizeLoop(True),
         tirx.transform.UnrollLoop(),
-        Simplify(),
+        tirx.transform.StmtSimplify(),
         PointerArrays(),
         tirx.transform.BF16StorageLegalize(),
     ]

@@ -20,7 +20,7 @@ from tvm.tirx import Buffer, PrimFunc, Stmt, Var
 from tvm_ffi import StructuralMutator, structural_mutate
 
 from ..symbolic import Dim, simplify
-from .abi import AS_WRITTEN, STATUS
+from .abi import STATUS
 from .kernel import KernelCall, KernelSource, Packed, Workspace
 
 Expr: TypeAlias = "tvm.ir.Expr"
@@ -43,7 +43,7 @@ class Granule(Exception):
 @dataclass
 class _Scope:
     statements: list[Stmt] = field(default_factory=list)
-    memo: dict[str, Var] = field(default_factory=dict)
+    memo: dict[str, Expr] = field(default_factory=dict)
     required: set[str] = field(default_factory=set)
     conditional: bool = False
 
@@ -96,6 +96,7 @@ class Emitter:
         self.granule = granule
         self._scopes = [_Scope()]
         self._depth: dict[Var, int] = {}
+        self._locals: set[Buffer] = set()
         self._lane: Var | None = None
         self._lane_depth = -1
         self._width = 1
@@ -138,12 +139,13 @@ class Emitter:
         self._count += 1
         buffer = tirx.decl_buffer((extent,), dtype, name=f"local{self._count}")
         self._scopes[0].statements.insert(0, tirx.AllocBuffer(buffer))
+        self._locals.add(buffer)
         return buffer
 
     def load(self, operand: str | Packed | Workspace, dtype: str, index: Expr) -> Expr:
         """The element at flat ``index``."""
         value = self.bind(tirx.BufferLoad(self.buffer(operand, dtype), [index]))
-        return self.bind(value != tirx.const(0, "uint8")) if dtype == "bool" else value
+        return tirx.NE(value, tirx.const(0, "uint8")) if dtype == "bool" else value
 
     def store(self, buffer: Buffer, index: Expr, value: Expr) -> None:
         """Writes ``value`` at flat ``index``."""
@@ -156,24 +158,27 @@ class Emitter:
         self._scopes[-1].statements.append(statement)
 
     def bind(self, expr: Expr) -> Expr:
-        """A variable holding ``expr``, in the outermost scope possible; the same variable for the same expression.
+        """An expression that reads ``expr``, computed once, in the outermost scope possible.
 
-        A vector of bools stays an expression: TVM has no variables of that kind.
+        It is a variable for indices and a stack buffer for the rest: TVM's analysis writes the value of a variable out at each
+        use, as if floats were exact, and has no variables that are vectors of bools.
         """
-        if isinstance(expr, (Var, tirx.IntImm, tirx.FloatImm)):
+        if isinstance(expr, (Var, tirx.IntImm, tirx.FloatImm)) or self._is_local(expr):
             return expr
         expr = self._without_lets(expr)
-        if self._width > 1 and dtype_of(expr) == "bool" and self.varies(expr):
-            return expr
         key = str(expr)
         for scope in self._scopes:
             if key in scope.memo:
                 return scope.memo[key]
         depth = self._home(expr)
-        var = self._variable("v", dtype_of(expr), depth)
-        self._scopes[depth].statements.append(tirx.Bind(var, expr))
-        self._scopes[depth].memo[key] = var
-        return var
+        scope = self._scopes[depth]
+        if dtype_of(expr) == "int64" and not self.varies(expr):
+            value: Expr = self._variable("v", "int64", depth)
+            scope.statements.append(tirx.Bind(value, expr))
+        else:
+            value = self._kept(expr, depth)
+        scope.memo[key] = value
+        return value
 
     def require(self, condition: Expr) -> None:
         """Leaves the kernel with an error unless ``condition`` holds, before anything that is written later.
@@ -305,7 +310,7 @@ class Emitter:
         values = [tirx.BufferLoad(parts, [int64(i)]) for i in range(self.lanes)]
         while len(values) > 1:
             values = [kind.combine(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
-        accumulator.result = self._bind_here(values[0])
+        accumulator.result = self._kept(values[0], len(self._scopes) - 1)
 
     def branch(self, condition: Expr, then: Callable[[], Expr], other: Callable[[], Expr], dtype: str) -> Expr:
         """``then()`` or ``other()``, each evaluated only when it is wanted.
@@ -319,6 +324,7 @@ class Emitter:
         self.uniform(condition)
         stored = "uint8" if dtype == "bool" else dtype
         result = self.local(self._width, stored)
+        self._depth[result] = len(self._scopes) - 1
         slot = self._lane if self._lane is not None else int64(0)
         scopes: list[_Scope] = []
         for side in (then, other):
@@ -326,8 +332,8 @@ class Emitter:
                 self.store(result, slot, side())
             scopes.append(scope)
         self.add(tirx.IfThenElse(condition, _sequence(scopes[0]), _sequence(scopes[1])))
-        value = self._bind_here(tirx.BufferLoad(result, [slot]))
-        return value != tirx.const(0, "uint8") if dtype == "bool" else value
+        value = tirx.BufferLoad(result, [slot])
+        return tirx.NE(value, tirx.const(0, "uint8")) if dtype == "bool" else value
 
     @contextmanager
     def when(self, condition: Expr) -> Iterator[None]:
@@ -352,7 +358,7 @@ class Emitter:
         params = [*self._buffers.values()]
         params.extend(b for b in (self._scratch, self._status) if b is not None)
         func = PrimFunc([*params, *self._sizes.values(), self.begin, self.end], _sequence(self._scopes[0]))
-        func = func.with_attrs({"tirx.noalias": True, "s_tir": True, AS_WRITTEN: True})
+        func = func.with_attrs({"tirx.noalias": True, "s_tir": True})
         symbol = f"{stem}_{hashlib.sha256(func.script().encode()).hexdigest()[:12]}"
         return KernelCall(
             name=stem,
@@ -384,10 +390,20 @@ class Emitter:
 
         return structural_mutate(expr, [(tirx.Let, let), (Var, variable)])
 
-    def _bind_here(self, expr: Expr) -> Var:
-        var = self._variable("v", dtype_of(expr), len(self._scopes) - 1)
-        self.add(tirx.Bind(var, expr))
-        return var
+    def _kept(self, expr: Expr, depth: int) -> Expr:
+        """``expr`` stored on the stack in scope ``depth``; returns what reads it."""
+        kind = dtype_of(expr)
+        varies = self.varies(expr)
+        buffer = self.local(self._width if varies else 1, "uint8" if kind == "bool" else kind)
+        self._depth[buffer] = depth
+        slot = self._lane if varies and self._lane is not None else int64(0)
+        stored = tirx.Cast("uint8", expr) if kind == "bool" else expr
+        self._scopes[depth].statements.append(tirx.BufferStore(buffer, stored, [slot]))
+        value = tirx.BufferLoad(buffer, [slot])
+        return tirx.NE(value, tirx.const(0, "uint8")) if kind == "bool" else value
+
+    def _is_local(self, expr: Expr) -> bool:
+        return isinstance(expr, tvm.ir.TensorLoad) and expr.source in self._locals
 
     @contextmanager
     def _scope(self, conditional: bool = False) -> Iterator[_Scope]:
