@@ -13,7 +13,7 @@ from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
 from coda_edge.epilogue.onnx import ONNX_DTYPES, emit_onnx
-from coda_edge.epilogue.program import EpilogueProgram, Kind
+from coda_edge.epilogue.program import EpilogueProgram, Kind, Rows
 
 Array = npt.NDArray[Any]
 NUMPY = {"f32": np.float32, "f16": np.float16, "i32": np.int32, "i64": np.int64, "bool": np.bool_}
@@ -24,9 +24,9 @@ def as_model(program: EpilogueProgram, shapes: Mapping[str, tuple[int, ...]], op
     names = [p.name for p in program.params]
     outputs = [f"out_{o.name}" for o in program.outputs]
     dtypes = program.dtypes()
-    rank = len(shapes[names[0]])
+    rank, columns = len(shapes[names[0]]), shapes[names[0]][-1]
     graph = helper.make_graph(
-        emit_onnx(program, names, outputs, "t_", opset),
+        emit_onnx(program, names, outputs, "t_", opset, columns),
         "program",
         [helper.make_tensor_value_info(p.name, ONNX_DTYPES[p.dtype], shapes[p.name]) for p in program.params],
         [
@@ -61,12 +61,12 @@ def random_feeds(program: EpilogueProgram, lead: tuple[int, ...], n: int, seed: 
     rng = np.random.default_rng(seed)
     feeds = {}
     for p in program.params:
-        shape = {
-            Kind.TILE: lambda name: (*lead, program.width(name, n)),
-            Kind.ROW: lambda name: (*lead, 1),
-            Kind.COL: lambda name: (program.width(name, n),),
-            Kind.SCALAR: lambda name: (),
-        }[p.kind](p.name)
+        rows = lead
+        if p.rows is not Rows.ALL:
+            rows = (1, lead[1]) if p.rows is Rows.POSITION else (lead[0], 1)
+        wide = p.kind in (Kind.TILE, Kind.COL)
+        width = program.operand_width(p, n) if wide else 1
+        shape = {Kind.TILE: (*rows, width), Kind.ROW: (*rows, 1), Kind.COL: (width,), Kind.SCALAR: ()}[p.kind]
         values = (
             rng.standard_normal(shape) if p.dtype[0] == "f" else rng.integers(0, 2 if p.dtype == "bool" else 9, shape)
         )

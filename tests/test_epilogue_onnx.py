@@ -94,6 +94,28 @@ def test_mixed_floats_widen_and_halves_stay():
     check(program, feeds, tolerance=2e-3)
 
 
+@pytest.mark.parametrize("lead", [(1, 1), (3, 1), (1, 7), (3, 7)])
+@pytest.mark.parametrize("size", [2, 6, 10])
+def test_shared_rows_periods_and_halves(lead, size):
+    text = (
+        "(acc: tile f32, cos: tile[position, period=P] f32, sin: tile[period=P] f32, b: tile[batch] f32, r: row[position] f32, "
+        "s: row[batch] f32) -> (y: tile = v7[D:E] heads[D] halves, z: tile = v7 heads[D]) {\n"
+        "  v0 = add acc b\n  v1 = mul v0 s\n  v2 = add v1 r\n  v3 = even v2\n  v4 = odd v2\n  v5 = mul v3 cos\n"
+        "  v6 = sub v4 sin\n  v7 = interleave v5 v6\n}"
+    )
+    text = text.replace("P]", f"{size // 2}]").replace("D:E", f"{size}:{3 * size}").replace("[D]", f"[{size}]")
+    program = EpilogueProgram.parse(text)
+    feeds = random_feeds(program, lead, 3 * size)
+    check(program, feeds)
+    assert_close(run_onnx(program, feeds, reference=True), run_onnx(program, feeds))
+
+
+def test_a_period_needs_the_number_of_columns():
+    program = EpilogueProgram.parse("(acc: tile f32, c: tile[period=2] f32) -> (y: tile = v0) {\n  v0 = mul acc c\n}")
+    with pytest.raises(ShapeError, match="repeats every 2 columns"):
+        emit_onnx(program, ["acc", "c"], ["y"], "t_")
+
+
 def test_one_value_stored_in_many_ways():
     program = EpilogueProgram.parse(
         "(acc: tile f32, bias: col f32) -> (y: tile = v0, again: tile = v0, raw: tile = acc, left: tile = v0[0:4] heads[2], "

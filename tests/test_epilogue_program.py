@@ -36,6 +36,8 @@ def test_text_is_what_the_parts_spell():
     [
         "(acc: tile f32) -> (y: tile = acc) {\n}",
         "(acc: tile f16) -> (q: tile = acc[0:64] heads[32], k: tile = acc[64:128], v: tile = acc heads[8]) {\n}",
+        "(acc: tile f32, cos: tile[position, period=8] f32, s: tile[period=4] f16, r: row[batch] f32) -> "
+        "(q: tile = acc[0:64] heads[32] halves) {\n}",
         "(acc: tile f32) -> (y: tile = v1) {\n  v0 = max acc -inf\n  v1 = cast v0 to=f16\n}",
         "(acc: tile f32) -> (y: tile = v0) {\n  v0 = mul acc 1e-05\n}",
     ],
@@ -135,6 +137,13 @@ def test_widths_follow_pairwise_steps_both_ways():
         ("v0 = neg acc", "y: tile = v0", "acc: col f32", "must be a tile"),
         ("v0 = neg acc", "y: tile = v0", "acc: plane f32", "unknown kind 'plane'"),
         ("v0 = neg acc", "y: tile = v0", "acc: tile f99", "unknown dtype f99"),
+        ("v0 = neg acc", "y: tile = v0", "acc: tile[position] f32", "only tile and row operands share rows"),
+        ("v0 = neg acc", "y: tile = v0", "acc: tile f32, c: col[batch] f32", "only tile and row operands share rows"),
+        ("v0 = neg acc", "y: tile = v0", "acc: tile f32, r: row[period=2] f32", "only tile operands have a period"),
+        ("v0 = neg acc", "y: tile = v0", "acc: tile f32, r: tile[period=0] f32", "a period of 0 columns"),
+        ("v0 = neg acc", "y: tile = v0", "acc: tile f32, r: tile[rows] f32", "cannot read epilogue parameter"),
+        ("v0 = neg acc", "y: tile = v0 heads[3] halves", "acc: tile f32", "an even number of columns"),
+        ("v0 = neg acc", "y: tile = v0[1:5] heads[4] halves", "acc: tile f32", "from an even column"),
         ("v0 == neg", "y: tile = v0", "acc: tile f32", "cannot read epilogue step 'v0 == neg'"),
     ],
 )
@@ -156,6 +165,20 @@ def test_column_ranges_are_checked_against_the_width(output, message):
     p.check(9)
     with pytest.raises(ShapeError, match=message):
         p.check(8)
+
+
+def test_a_period_divides_the_width():
+    p = program("v0 = even acc\nv1 = mul v0 c", "y: tile = v1", "acc: tile f32, c: tile[period=4] f32")
+    assert p.operand_width(p.params[1], 16) == 4
+    with pytest.raises(ShapeError, match="6 columns are no multiple of its period 4"):
+        p.check(12)
+
+
+def test_halves_need_pairs_to_the_last_column():
+    p = program("v0 = neg acc", "y: tile = v0[0:4] heads[2] halves")
+    p.check(6)
+    with pytest.raises(ShapeError, match="5 columns, which are not pairs"):
+        p.check(5)
 
 
 def test_builder_makes_each_step_once_and_drops_the_dead():
@@ -258,6 +281,24 @@ def test_reference_takes_rows_without_their_last_axis():
     p = program("v0 = mul acc r", params="acc: tile f32, r: row f32")
     y = p.reference(np.ones((2, 3)), {"r": np.array([2.0, 3.0])})["y"]
     np.testing.assert_array_equal(y, [[2, 2, 2], [3, 3, 3]])
+
+
+def test_reference_of_shared_rows_and_periods():
+    """Two batch entries of three positions, written out by hand, in both forms of the accumulator."""
+    p = program(
+        "v0 = add acc p\nv1 = add v0 b\nv2 = add v1 r",
+        "y: tile = v2 heads[4] halves",
+        "acc: tile f32, p: tile[position, period=2] f32, b: row[batch] f32, r: row[position] f32",
+    )
+    operands = {"p": np.array([[1, 2], [3, 4], [5, 6]]), "b": np.array([100, 200]), "r": np.array([10, 20, 30])}
+    rows = [[111, 112], [123, 124], [135, 136], [211, 212], [223, 224], [235, 236]]
+    expected = np.array([[a, a, b, b] for a, b in rows], float).reshape(2, 1, 3, 4)
+    for acc, rows_per_batch in ((np.zeros((2, 3, 4)), None), (np.zeros((6, 4)), 3)):
+        np.testing.assert_array_equal(p.reference(acc, operands, rows_per_batch)["y"], expected)
+    with pytest.raises(ShapeError, match=r"'p' \(position\) has 3 rows, expected 2"):
+        p.reference(np.zeros((6, 4)), operands, 2)
+    with pytest.raises(ShapeError, match="give a 3-D accumulator or rows_per_batch"):
+        p.reference(np.zeros((6, 4)), operands)
 
 
 def test_reference_rounds_narrow_floats():
