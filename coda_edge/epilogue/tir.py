@@ -8,7 +8,7 @@ nothing: it only says which class of which operand a piece is. ``Columns`` knows
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -145,10 +145,11 @@ def _residue(cls: int, depth: int) -> int:
 
 
 def depth(program: EpilogueProgram) -> int:
-    """How many times a program halves columns."""
+    """How many times columns must be told apart: as often as the program halves them, or its stores split pairs."""
     kinds = program.kinds()
     wide = [name for name, kind in kinds.items() if kind in (Kind.TILE, Kind.COL)]
-    return max(0, *(-level(program, name) for name in wide))
+    halves = [1 - level(program, o.value) for o in program.outputs if o.halves]
+    return max(0, *(-level(program, name) for name in wide), *halves)
 
 
 def level(program: EpilogueProgram, value: str) -> int:
@@ -173,14 +174,24 @@ class Evaluator:
     """Values of a program at places of a tile, each written to ``body`` once.
 
     ``leaf(name, place)`` gives a parameter's piece as it is stored (or of any other value that it has; None: it has not).
-    Reduce steps are for the template to do, on the pieces of their operand.
+    ``native``: by operator, how the device computes it on float32, in place of the portable spelling. Reduce steps are for the
+    template to do, on the pieces of their operand.
     """
 
-    def __init__(self, program: EpilogueProgram, body: Body, leaf: Leaf, columns: Columns | None = None) -> None:
+    def __init__(
+        self,
+        program: EpilogueProgram,
+        body: Body,
+        leaf: Leaf,
+        columns: Columns | None = None,
+        native: Mapping[str, Spelling] | None = None,
+    ) -> None:
         self._program = program
         self._body = body
         self._leaf = leaf
         self._columns = columns
+        self._native = native or {}
+        self._spellings = {**SPELLINGS, **{op: _compute(function) for op, function in self._native.items()}}
         self._kinds = program.kinds()
         self._dtypes = program.dtypes()
         self._steps = {name: step for step in program.steps for name in step.names}
@@ -188,7 +199,7 @@ class Evaluator:
 
     def fork(self) -> Evaluator:
         """An evaluator that knows what this one has written, for use in an inner block."""
-        other = Evaluator(self._program, self._body, self._leaf, self._columns)
+        other = Evaluator(self._program, self._body, self._leaf, self._columns, self._native)
         other._memo = dict(self._memo)
         return other
 
@@ -218,7 +229,7 @@ class Evaluator:
         first = 1 if step.operator.rule is Rule.SELECT else 0
         args[first:] = [cast(a, common) for a in args[first:]]
         count = max(lanes(a) for a in args)
-        return SPELLINGS[step.op](*(widen(a, count) for a in args))
+        return self._spellings[step.op](*(widen(a, count) for a in args))
 
     def _argument(self, argument: Argument, place: Place) -> Expr:
         return self.value(argument, place) if isinstance(argument, str) else f32(argument)
