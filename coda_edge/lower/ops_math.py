@@ -52,12 +52,16 @@ def divide(a: Expr, b: Expr) -> Expr:
     """Quotient; of integers truncated, and 0 where the divisor is 0 (ONNX leaves that open, processors trap)."""
     if is_float(a):
         return tirx.div(a, b)
-    return _guarded(tirx.truncdiv, a, b)
+    kind = dtype_of(a)
+    factor = tirx.Select(b.equal(constant(0, kind)), constant(0, kind), constant(1, kind))
+    if kind.startswith("int"):
+        factor = tirx.Select(b.equal(constant(-1, kind)), constant(-1, kind), factor)
+    return tirx.truncdiv(a, _divisor(b)) * factor
 
 
 def remainder(a: Expr, b: Expr) -> Expr:
     """The remainder with the sign of the divisor, 0 for a zero divisor (Mod with fmod=0)."""
-    rest = _guarded(tirx.truncmod, a, b)
+    rest = tirx.truncmod(a, _divisor(b))
     zero = constant(0, dtype_of(a))
     return tirx.Select(tirx.all(tirx.Not(rest.equal(zero)), (rest < zero) ^ (b < zero)), rest + b, rest)
 
@@ -65,18 +69,21 @@ def remainder(a: Expr, b: Expr) -> Expr:
 def float_remainder(a: Expr, b: Expr) -> Expr:
     """The remainder with the sign of the dividend (Mod with fmod=1), of floats by way of float64."""
     if not is_float(a):
-        return _guarded(tirx.truncmod, a, b)
+        return tirx.truncmod(a, _divisor(b))
     x, y = tirx.Cast("float64", a), tirx.Cast("float64", b)
     return tirx.Cast(dtype_of(a), x - y * tirx.trunc(x / y))
 
 
-def _guarded(apply: Callable[[Expr, Expr], Expr], a: Expr, b: Expr) -> Expr:
-    one, zero = constant(1, dtype_of(a)), constant(0, dtype_of(a))
-    minus_one = b.equal(constant(-1, dtype_of(a))) if dtype_of(a).startswith("int") else tirx.const(False, "bool")
-    safe = tirx.Select(tirx.any(b.equal(zero), minus_one), one, b)
-    quotient = apply(a, safe)
-    negated = zero - a if apply is tirx.truncdiv else zero
-    return tirx.Select(b.equal(zero), zero, tirx.Select(minus_one, negated, quotient))
+def _divisor(b: Expr) -> Expr:
+    """``b``, or 1 where it is 0 or -1 and the processor might trap.
+
+    It must not stand under a condition on ``b``: the simplifier would drop the guard there, yet both sides are computed.
+    """
+    kind = dtype_of(b)
+    unsafe = b.equal(constant(0, kind))
+    if kind.startswith("int"):
+        unsafe = tirx.Or(unsafe, b.equal(constant(-1, kind)))
+    return tirx.Select(unsafe, constant(1, kind), b)
 
 
 def power(a: Expr, b: Expr) -> Expr:
@@ -182,7 +189,7 @@ _ELEMENTWISE: dict[str, Callable[..., Expr]] = {
     "Round": round_even,
     "Sign": sign,
     "IsNaN": is_nan,
-    "Equal": lambda a, b: a.equal(b),
+    "Equal": lambda a, b: tirx.Not(tirx.Select(a, tirx.Not(b), b)) if dtype_of(a) == "bool" else a.equal(b),
     "Less": lambda a, b: a < b,
     "LessOrEqual": lambda a, b: a <= b,
     "Greater": lambda a, b: a > b,
