@@ -3,7 +3,8 @@
 Rule: an operator joins the epilogue when one of its operands is in the epilogue and
 
 1. it is elementwise with a result of the tile's shape, and its other operands are literals, columns, rows or whole tensors that
-   do not depend on the product: bias, activation (however spelled), residual, scale, cast; or
+   do not depend on the product: bias, activation (however spelled), residual, scale, cast. Over ``[B, S, N]`` rows and tensors
+   may be shared by the batch entries (``[1, S, N]``: position embeddings) or by the positions (``[B, 1, N]``); or
 2. it reduces a tile value over the row (RowMoments, ReduceMean, ReduceSum, ReduceMax, ReduceSumSquare over the last axis): its
    result is a row output of the kernel, known only after the last tile, so nothing behind it joins.
 
@@ -12,7 +13,8 @@ so a post-norm residual is rebuilt from the raw tensor and its row statistics. A
 read it take a range of columns, or split heads (Reshape ``[B,S,H,D]``, Transpose to ``[B,H,S,D]``), the store does that.
 
 Conditions: the weights are a constant ``[K, N]``; the left operand has at least two dimensions.
-Refused, with the operand named: operands that broadcast over some rows only; weights of more than two dimensions.
+Refused, with the operand named: operands that broadcast over some columns, or over rows in another way; weights of more than two
+dimensions.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Refused: a first epilogue with whole-tensor operands, pairs, reductions, column 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -88,7 +88,7 @@ def _join(editor: GraphEditor, pair: _Pair) -> None:
     (gated,) = odd.values()
     values = _inline(builder, operands, pair.gate, builder.add("even", "acc"), {pair.operand: gated})
     for output in EpilogueProgram.parse(pair.gate.attrs["epilogue"]).outputs:
-        builder.output(output.name, values[output.name], output.columns, output.heads)
+        builder.output_like(output, values[output.name])
     program = builder.build(drop_unused_params=True)
     even, other = constant_value(pair.gate.inputs[1]), constant_value(pair.gated.inputs[1])
     assert even is not None and other is not None
@@ -116,7 +116,7 @@ def _inline(
             continue
         known = next((name for name, t in operands.items() if t is tensor), None)
         if known is None:
-            known = builder.param(f"{param.kind.value}{len(operands)}", param.kind, param.dtype)
+            known = builder.declare(replace(param, name=f"{param.kind.value}{len(operands)}"))
             operands[known] = tensor
         bindings[param.name] = known
     return builder.inline(program, bindings)

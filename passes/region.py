@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -11,7 +12,7 @@ import onnx_graphsurgeon as gs
 
 from coda_edge.epilogue.builder import Builder
 from coda_edge.epilogue.ops import OPERATORS
-from coda_edge.epilogue.program import Argument, EpilogueProgram, Kind, Param
+from coda_edge.epilogue.program import Argument, EpilogueProgram, Kind, Param, Rows
 from coda_edge.errors import ShapeError
 from coda_edge.ir import (
     ELEMENTWISE,
@@ -27,7 +28,7 @@ from coda_edge.ir import (
 from coda_edge.symbolic import Dim, same
 
 Dims: TypeAlias = Sequence[Dim]
-KindRule: TypeAlias = Callable[[Dims, Dims], "Kind | None"]
+PlacementRule: TypeAlias = Callable[[Dims, Dims], "Placement | None"]
 
 DTYPES = {
     "float32": "f32",
@@ -39,6 +40,14 @@ DTYPES = {
     "int64": "i64",
     "bool": "bool",
 }
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How an operand lies on a tile: what it varies over, and which rows it has."""
+
+    kind: Kind
+    rows: Rows = Rows.ALL
 
 
 class Refused(Exception):
@@ -53,29 +62,37 @@ def program_dtype(tensor: Tensor) -> str:
     return DTYPES[name]
 
 
-def row_kind(dims: Dims, tile: Dims) -> Kind | None:
+def row_kind(dims: Dims, tile: Dims) -> Placement | None:
     """How an operand of shape ``dims`` lies on a tile whose rows are all leading dimensions of ``tile`` together."""
     padded = _padded(dims, tile)
-    if padded is None:
+    if padded is None or not (same(padded[-1], 1) or same(padded[-1], tile[-1])):
         return None
-    whole = all(same(d, t) for d, t in zip(padded[:-1], tile[:-1], strict=True))
-    shared = all(same(d, 1) for d in padded[:-1])
-    if same(padded[-1], 1):
-        return Kind.SCALAR if shared else Kind.ROW if whole else None
-    if not same(padded[-1], tile[-1]):
-        return None
-    return Kind.TILE if whole else Kind.COL if shared else None
+    narrow = same(padded[-1], 1)
+    if all(same(d, 1) for d in padded[:-1]) and (narrow or not all(same(t, 1) for t in tile[:-1])):
+        return Placement(Kind.SCALAR if narrow else Kind.COL)
+    rows = shared_rows(padded[:-1], tile[:-1])
+    return None if rows is None else Placement(Kind.ROW if narrow else Kind.TILE, rows)
 
 
-def score_kind(dims: Dims, tile: Dims) -> Kind | None:
+def shared_rows(dims: Dims, lead: Dims) -> Rows | None:
+    """Which rows an operand with leading dimensions ``dims`` has, where the tile has ``lead``: ``[B, S]`` if some are shared."""
+    whole = [same(d, t) for d, t in zip(dims, lead, strict=True)]
+    if all(whole):
+        return Rows.ALL
+    if len(lead) != 2 or not any(whole) or not same(dims[whole.index(False)], 1):
+        return None
+    return Rows.POSITION if whole[1] else Rows.BATCH
+
+
+def score_kind(dims: Dims, tile: Dims) -> Placement | None:
     """How an operand lies on a score tile ``[Sq, Sk]``: the dimensions before may each be whole or 1."""
     padded = _padded(dims, tile)
     if padded is None or not all(same(d, t) or same(d, 1) for d, t in zip(padded, tile, strict=True)):
         return None
     rows, cols = (not same(d, 1) for d in padded[-2:])
     if rows:
-        return Kind.TILE if cols else Kind.ROW
-    return Kind.COL if cols or any(not same(d, 1) for d in padded[:-2]) else Kind.SCALAR
+        return Placement(Kind.TILE if cols else Kind.ROW)
+    return Placement(Kind.COL if cols or any(not same(d, 1) for d in padded[:-2]) else Kind.SCALAR)
 
 
 def _padded(dims: Dims, tile: Dims) -> tuple[Dim, ...] | None:
@@ -86,15 +103,15 @@ class Region:
     """A growing epilogue program over the tile ``acc`` of shape ``tile``.
 
     With ``inline``, an operand that elementwise nodes compute is computed in the epilogue again from what they read, where that
-    reads no more than the operand itself. What depends on the accumulator's producer by another way can't be an operand.
+    reads no more than the operand itself; one that batch entries or positions share is computed once, outside. What depends on the accumulator's producer by another way can't be an operand.
     """
 
-    def __init__(self, graph: gs.Graph, acc: gs.Variable, tile: Dims, kind_of: KindRule, inline: bool) -> None:
+    def __init__(self, graph: gs.Graph, acc: gs.Variable, tile: Dims, placement: PlacementRule, inline: bool) -> None:
         self.graph = graph
         self.tile = tuple(tile)
         self.builder = Builder(params=[Param("acc", Kind.TILE, program_dtype(acc))])
         self._operands: dict[str, Tensor] = {}
-        self._kind_of = kind_of
+        self._placement = placement
         self._inline = inline
         self._values: dict[int, Argument] = {id(acc): "acc"}
         self._after = descendants(acc.inputs[0])
@@ -164,16 +181,16 @@ class Region:
             raise Refused(
                 f"operand '{tensor.name}' depends on the whole result of the product, which is not known in a tile"
             )
-        kind = self._kind_of(shape(tensor), self.tile)
-        if kind is None:
+        lies = self._placement(shape(tensor), self.tile)
+        if lies is None:
             raise Refused(
                 f"operand '{tensor.name}' of shape {list(map(str, shape(tensor)))} does not lie on the tile "
                 f"{list(map(str, self.tile))} as a row, a column, a scalar or a whole tensor"
             )
-        operand = tensor
-        if kind is Kind.COL and constant is not None and self._kind_of is row_kind:
+        operand, kind = tensor, lies.kind
+        if kind is Kind.COL and constant is not None and self._placement is row_kind:
             operand = gs.Constant(f"{tensor.name}.col", np.ascontiguousarray(constant.reshape(-1)))
-        name = self.builder.param(f"{kind.value}{len(self._operands)}", kind, program_dtype(tensor))
+        name = self.builder.param(f"{kind.value}{len(self._operands)}", kind, program_dtype(tensor), lies.rows)
         self._operands[name] = operand
         self._values[id(tensor)] = name
         return name
@@ -183,8 +200,11 @@ class Region:
         node = producer(tensor)
         if node is None or node.domain or node.op not in ELEMENTWISE or is_output(self.graph, tensor):
             return False
-        if self._kind_of(shape(tensor), self.tile) is Kind.ROW:
-            return all(self._kind_of(shape(t), self.tile) is not None for t in node.inputs)
+        lies = self._placement(shape(tensor), self.tile)
+        if lies is not None and lies.kind is Kind.ROW:
+            return all(self._placement(shape(t), self.tile) is not None for t in node.inputs)
+        if lies is not None and lies.rows is not Rows.ALL:
+            return False
         if any(u.op not in ELEMENTWISE or u.domain for u in consumers(tensor)):
             return False
         leaves = self._leaves(tensor, {})
@@ -192,12 +212,12 @@ class Region:
 
     def _leaves(self, tensor: Tensor, seen: dict[int, Tensor]) -> dict[int, Tensor] | None:
         """The stored whole tensors that ``tensor`` is computed from; None if one does not lie on the tile."""
-        kind = self._kind_of(shape(tensor), self.tile)
-        if kind is None:
+        lies = self._placement(shape(tensor), self.tile)
+        if lies is None:
             return None
-        if kind is not Kind.TILE or id(tensor) in self._values:
+        if lies.kind is not Kind.TILE or id(tensor) in self._values:
             return seen
-        node = made_by(tensor, *ELEMENTWISE)
+        node = made_by(tensor, *ELEMENTWISE) if lies.rows is Rows.ALL else None
         plain = node is not None and all(u.op in ELEMENTWISE for u in consumers(tensor))
         if node is None or not plain or is_output(self.graph, tensor):
             seen[id(tensor)] = tensor

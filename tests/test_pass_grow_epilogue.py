@@ -7,7 +7,7 @@ import pytest
 from coda_edge.passes import absorb_norm, grow_epilogue, row_moments
 from rewriting import Array, model, normal, rewrite
 
-from coda_edge.epilogue.program import EpilogueProgram
+from coda_edge.epilogue.program import EpilogueProgram, Kind, Rows
 
 _CONSTANTS: dict[str, Array] = {
     "w": normal(12, 24, seed=1),
@@ -120,11 +120,38 @@ def test_operand_that_depends_on_the_product_otherwise_is_refused() -> None:
     assert done.error(_FEEDS) < 2e-6
 
 
-def test_operand_that_broadcasts_over_some_rows_is_refused() -> None:
-    m = model("g (float[B, 5, 12] x) => (float[B, 5, 24] y) { p = MatMul(x, w) y = Add(p, position) }", _CONSTANTS)
+@pytest.mark.parametrize("shape", [(1, 5, 24), (5, 24), (1, 5, 1), (2, 1, 24), (2, 1, 1)])
+def test_operand_that_batch_entries_or_positions_share_joins(shape: tuple[int, ...]) -> None:
+    m = model(
+        "g (float[2, 5, 12] x) => (float[2, 5, 24] y) { p = MatMul(x, w) t = Mul(p, shared) y = Add(t, b) }",
+        _CONSTANTS | {"shared": normal(*shape, seed=6)},
+    )
     done = rewrite(m, [grow_epilogue.PASS])
-    assert "position" in done.log.refusals[0].reason
+    assert done.ops() == {"Gemm": 1}
+    operand = EpilogueProgram.parse(done.node("Gemm").attrs["epilogue"]).params[1]
+    assert (operand.kind is Kind.ROW) == (shape[-1] == 1)
+    assert operand.rows is (Rows.BATCH if shape[0] == 2 else Rows.POSITION)
     assert done.error({"x": _FEEDS["x"]}) < 2e-6
+
+
+def test_position_embedding_is_computed_once_for_all_batch_entries() -> None:
+    m = model(
+        "g (float[B, S, 12] x, float[1, S, 24] i) => (float[B, S, 24] y) { p = MatMul(x, w) e = Cos(i) y = Add(p, e) }",
+        _CONSTANTS,
+    )
+    done = rewrite(m, [grow_epilogue.PASS])
+    assert done.ops() == {"Gemm": 1, "Cos": 1}
+    assert done.error({"x": _FEEDS["x"], "i": normal(1, 5, 24, seed=9)}) < 2e-6
+
+
+def test_operand_that_broadcasts_over_other_rows_is_refused() -> None:
+    m = model(
+        "g (float[B, 3, 5, 12] x) => (float[B, 3, 5, 24] y) { p = MatMul(x, w) y = Add(p, position) }", _CONSTANTS
+    )
+    done = rewrite(m, [grow_epilogue.PASS])
+    assert done.ops() == {"Gemm": 1, "Add": 1}
+    assert "position" in done.log.refusals[0].reason
+    assert done.error({"x": normal(2, 3, 5, 12)}) < 2e-6
 
 
 def test_two_products_and_their_sum() -> None:
