@@ -17,7 +17,8 @@ from . import __version__, export, frontend
 from .accounting import account
 from .bundle import plan as plans
 from .bundle import writer
-from .inputs import default_sizes, input_specs
+from .inputs import InputSpec, default_sizes, input_specs
+from .ir import shape
 from .passes import PIPELINE, Pass, PassLog, run_pipeline
 from .report import Report
 from .session import Session
@@ -70,11 +71,12 @@ def optimize(
     loaded = frontend.load(model)
     tell("normalize", 0.0)
     graph = frontend.normalize(loaded, dict(shapes) if shapes else None)
+    specs = _specs(loaded, graph)
     verifier = None
     if verify:
         tell("reference", 0.0)
         reference = ort_session(str(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else loaded)
-        verifier = Verifier.of(loaded, reference)
+        verifier = Verifier.of(specs, reference)
     log = _rewrite(graph, verifier if verify == "each" else None, tell)
     tell("export", 0.0)
     exported = export.to_model(graph)
@@ -99,7 +101,7 @@ def optimize(
         tell("verify", 0.0)
         with Session(writer.to_bytes(bundle), threads=1) as session:
             error = verifier.check(session.run, f"the bundle for {chosen.name}")
-    sizes = verifier.sizes if verifier is not None else default_sizes(input_specs(loaded))
+    sizes = verifier.sizes if verifier is not None else default_sizes(specs)
     tell("done", 1.0)
     report = replace(
         account(loaded, graph, log, lowered, sizes),
@@ -108,6 +110,12 @@ def optimize(
         seconds=time.perf_counter() - start,
     )
     return Optimized(bundle, exported, report)
+
+
+def _specs(loaded: onnx.ModelProto, graph: gs.Graph) -> list[InputSpec]:
+    """The inputs with the sizes that they have in ``graph``: pinned ones pinned, equal ones under one name."""
+    sizes = {t.name: shape(t) for t in graph.inputs}
+    return [replace(spec, shape=sizes.get(spec.name, spec.shape)) for spec in input_specs(loaded)]
 
 
 def _rewrite(graph: gs.Graph, verifier: Verifier | None, tell: Progress) -> PassLog:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import InvalidModel, VerificationError
-from .inputs import InputSpec, Padding, default_sizes, generate_inputs, input_specs
+from .inputs import InputSpec, Padding, default_sizes, generate_inputs
 
 if TYPE_CHECKING:
     import onnx
@@ -77,9 +77,8 @@ class Verifier:
     sizes: dict[str, int]
 
     @staticmethod
-    def of(model: onnx.ModelProto, session: onnxruntime.InferenceSession) -> Verifier:
-        """The reference results of ``model``; ``session`` is onnxruntime on it."""
-        specs = input_specs(model)
+    def of(specs: Sequence[InputSpec], session: onnxruntime.InferenceSession) -> Verifier:
+        """The reference results of a model with inputs ``specs``; ``session`` is onnxruntime on it."""
         names = [o.name for o in session.get_outputs()]
         length, sizes = _longest(session, specs, names)
         cases: list[tuple[dict[str, npt.NDArray[Any]], list[npt.NDArray[Any]]]] = []
