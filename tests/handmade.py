@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from coda_edge.bundle import Buffer, BufferKind, Bundle, ExecutionPlan, PlanStep, TensorInfo
+from coda_edge.bundle import Buffer, BufferKind, Bundle, Constraint, ExecutionPlan, PlanStep, Relation, TensorInfo
 from coda_edge.symbolic import Dim, parse_dim
 
 # Each kernel has the signature of docs/architecture.md: sizes are ints[0], ints[1], ..., and last begin and end.
@@ -173,6 +173,10 @@ class HandPlan:
             )
         )
 
+    def require(self, left: int | str, relation: Relation, right: int | str, text: str) -> None:
+        """A new constraint."""
+        self.plan.constraints.append(Constraint(relation, self.size(left), self.size(right), text))
+
     def bundle(self, features: tuple[str, ...] = (), library: bytes | None = None) -> Bundle:
         """The bundle of this plan."""
         return Bundle(
@@ -203,7 +207,7 @@ def _bytes(dtype: str, dims: tuple[int | str, ...]) -> Dim:
 def encoder() -> HandPlan:
     """A small model with every kind of buffer: y = row sums of 3 * table[ids] + bias, and the hidden tensor itself.
 
-    ids int64 [batch, seq], bias float32 [6]; hidden float32 [batch, seq, 6], total float32 [batch, seq].
+    ids int64 [batch, seq], bias float32 [6]; hidden float32 [batch, seq, 6], total float32 [batch, seq]; seq <= 4096.
     """
     p = HandPlan()
     ids = p.input("ids", "int64", "batch", "seq")
@@ -216,6 +220,7 @@ def encoder() -> HandPlan:
     p.step("gather", [table, ids, rows], [11, 6], "batch*seq", source="/embed/Gather")
     p.step("scale_add", [rows, bias, hidden], [3, 6], "batch*seq*6", grain=4)
     p.step("row_sum", [hidden, partial, total], ["batch*seq", 6], 2, finish="row_sum_finish")
+    p.require("seq", Relation.AT_MOST, 4096, "positions of the encoder (node '/embed/Gather')")
     return p
 
 

@@ -33,6 +33,8 @@ def test_round_trip(tmp_path: Path) -> None:
     assert back.plan.inputs == bundle.plan.inputs and back.plan.outputs == bundle.plan.outputs
     assert back.plan.buffers == bundle.plan.buffers
     assert back.plan.steps == bundle.plan.steps
+    assert back.plan.constraints == bundle.plan.constraints
+    assert len(back.plan.constraints) == 1
     assert back.plan.kernels == bundle.plan.kernels
     assert back.plan.exprs.entries == bundle.plan.exprs.entries and back.plan.exprs.symbols == ["batch", "seq"]
     assert back.library == bundle.library
@@ -64,7 +66,7 @@ def test_write_is_atomic(tmp_path: Path) -> None:
 
 def test_layout_of_the_file(data: bytes) -> None:
     magic, version, sections, size, _ = fmt.PREFIX.unpack_from(data)
-    assert (magic, version, sections, size) == (b"CODA\r\n\x1a\n", 1, 5, len(data))
+    assert (magic, version, sections, size) == (b"CODA\r\n\x1a\n", 2, 5, len(data))
     entries = [fmt.ENTRY.unpack_from(data, 32 + 56 * i) for i in range(5)]
     assert [e[0] for e in entries] == [0, 1, 2, 3, 4]
     assert all(e[2] % 64 == 0 for e in entries) and entries[4][2] % 4096 == 0
@@ -96,9 +98,9 @@ def test_truncated_and_extended(data: bytes, reader: Callable[[bytes], object]) 
 @pytest.mark.parametrize("reader", READERS)
 def test_other_version(data: bytes, reader: Callable[[bytes], object]) -> None:
     other = bytearray(data)
-    other[8] = 2
+    other[8] = 3
     other[312:344] = sha256(other[:312]).digest()
-    with pytest.raises(BundleError, match=r"format version 2, .* reads version 1: build it again"):
+    with pytest.raises(BundleError, match=r"format version 3, .* reads version 2: build it again"):
         reader(bytes(other))
 
 
@@ -136,7 +138,9 @@ def _set(offset: int, form: str, value: int) -> Callable[[bytearray], None]:
 def _tables(data: bytes) -> dict[str, int]:
     """Where each table of the plan begins in its section."""
     _, _, offset, _, _ = fmt.ENTRY.unpack_from(data, 32)
-    symbols, exprs, inputs, outputs, buffers, kernels, steps, words, _, _ = fmt.PLAN_HEADER.unpack_from(data, offset)
+    symbols, exprs, inputs, outputs, buffers, kernels, steps, words, _, constraints = fmt.PLAN_HEADER.unpack_from(
+        data, offset
+    )
     sizes = {
         "exprs": exprs * 24,
         "tensors": (inputs + outputs) * 16,
@@ -145,6 +149,7 @@ def _tables(data: bytes) -> dict[str, int]:
         "symbols": symbols * 4,
         "kernels": kernels * 4,
         "words": words * 4,
+        "constraints": constraints * 16,
     }
     starts, at = {}, 40
     for name, size in sizes.items():
@@ -172,6 +177,10 @@ NONSENSE = [
     ("steps", 12, "<I", 10**6, "buffers"),
     ("steps", 28, "<I", 10**6, "items"),
     ("steps", 32, "<I", 0, "grain 0"),
+    ("constraints", 0, "<I", 2, "constraint 0 has relation 2"),
+    ("constraints", 4, "<I", 10**6, "left side"),
+    ("constraints", 8, "<I", 10**6, "right side"),
+    ("constraints", 12, "<I", 10**6, "string"),
 ]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from coda_edge import Session, _runtime
-from coda_edge.bundle import Buffer, BufferKind, to_bytes, write
+from coda_edge.bundle import Buffer, BufferKind, Relation, to_bytes, write
 from coda_edge.errors import BundleError, DataError, ShapeError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,6 +103,32 @@ def test_empty_tensors() -> None:
     for batch, seq in [(0, 3), (3, 0), (2, 2), (0, 0)]:
         hidden, total = session.run(None, {"ids": np.zeros((batch, seq), np.int64), "bias": bias})
         assert hidden.shape == (batch, seq, 6) and total.shape == (batch, seq)
+
+
+REFUSALS = [
+    ("n", Relation.AT_MOST, 512, (513, 1), "n = 513 exceeds 512: why"),
+    (3, Relation.AT_MOST, "m", (9, 2), "m = 2 is below 3: why"),
+    ("2*m", Relation.AT_MOST, "n + 4", (1, 3), r"2\*m = 6 exceeds 4 \+ n = 5: why"),
+    ("n % 4", Relation.EQUAL, 0, (6, 1), "n % 4 = 2 differs from 0: why"),
+    ("n", Relation.EQUAL, "3*m", (4, 1), "n = 4 differs from .* = 3: why"),
+]
+
+
+@pytest.mark.parametrize(("left", "relation", "right", "sizes", "message"), REFUSALS)
+def test_constraints_are_checked(
+    left: int | str, relation: Relation, right: int | str, sizes: tuple[int, int], message: str
+) -> None:
+    """A shape is refused before anything runs, and a right one goes on as if nothing had been."""
+    p = handmade.HandPlan()
+    x, z, y = p.input("x", "int64", "n"), p.input("z", "int64", "m"), p.output("y", "int64", "n")
+    p.step("mix", [x, z, y], [1, "n", "m"], "n")
+    p.require(left, relation, right, "why")
+    with Session(to_bytes(p.bundle()), threads=1) as session:
+        for _ in range(2):
+            with pytest.raises(ShapeError, match=message):
+                session.run(None, {"x": np.zeros(sizes[0], np.int64), "z": np.zeros(sizes[1], np.int64)})
+            (found,) = session.run(None, {"x": np.arange(12), "z": np.full(4, 5)})
+            np.testing.assert_array_equal(found, np.arange(12) + 5)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])

@@ -1,6 +1,18 @@
 """Bundles: the execution plan and the one file (``*.coda``) that holds it with its constants and kernels."""
 
-from .plan import Buffer, BufferKind, Bundle, ExecutionPlan, Expr, ExprOp, ExprTable, PlanStep, TensorInfo
+from .plan import (
+    Buffer,
+    BufferKind,
+    Bundle,
+    Constraint,
+    ExecutionPlan,
+    Expr,
+    ExprOp,
+    ExprTable,
+    PlanStep,
+    Relation,
+    TensorInfo,
+)
 from .reader import from_bytes, read
 from .writer import to_bytes, write
 
@@ -8,11 +20,13 @@ __all__ = [
     "Buffer",
     "BufferKind",
     "Bundle",
+    "Constraint",
     "ExecutionPlan",
     "Expr",
     "ExprOp",
     "ExprTable",
     "PlanStep",
+    "Relation",
     "TensorInfo",
     "from_bytes",
     "read",

@@ -6,7 +6,7 @@ from enum import IntEnum
 from struct import Struct
 
 MAGIC = b"CODA\r\n\x1a\n"
-VERSION = 1
+VERSION = 2
 
 
 class Section(IntEnum):
@@ -30,7 +30,7 @@ DIGEST_BYTES = 32
 TABLE_BYTES = PREFIX.size + len(Section) * ENTRY.size
 HEADER_BYTES = TABLE_BYTES + DIGEST_BYTES
 
-# symbols, exprs, inputs, outputs, buffers, kernels, steps, words, string bytes, 0
+# symbols, exprs, inputs, outputs, buffers, kernels, steps, words, string bytes, constraints
 PLAN_HEADER = Struct("<10I")
 EXPR = Struct("<IIqq")  # operator, 0, a, b
 TENSOR = Struct("<IIII")  # name, element type, rank, first word of its dims
@@ -38,6 +38,7 @@ BUFFER = Struct("<IIQII")  # kind, size, index, first, last
 # name, kernel, finish, first word and count of buffers, of ints, items, grain, scratch, flops, bytes, source, 0
 STEP = Struct("<IIiIIIIIIIIIII")
 WORD = Struct("<I")
+CONSTRAINT = Struct("<IIII")  # relation, left, right, text
 
 CONSTANT_ALIGNMENT = 64
 MAX_RANK = 8

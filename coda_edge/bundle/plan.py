@@ -39,6 +39,13 @@ class BufferKind(IntEnum):
     STATE = 4
 
 
+class Relation(IntEnum):
+    """What a constraint asks of two sizes."""
+
+    AT_MOST = 0  # left <= right
+    EQUAL = 1
+
+
 @dataclass(frozen=True)
 class Expr:
     """One entry of the size table; ``a`` and ``b`` are earlier entries, except for CONST and SYMBOL."""
@@ -183,6 +190,19 @@ class PlanStep:
     source: str  # the ONNX nodes it came from
 
 
+@dataclass(frozen=True)
+class Constraint:
+    """What a run's sizes must satisfy: ``left relation right``, both entries of the size table.
+
+    ``text`` tells a user why, naming tensor and node, as in ``axis 0 of 'positions' (node 'embed')``.
+    """
+
+    relation: Relation
+    left: int
+    right: int
+    text: str
+
+
 @dataclass
 class ExecutionPlan:
     """Everything the runtime needs besides constants and kernels."""
@@ -193,6 +213,7 @@ class ExecutionPlan:
     buffers: list[Buffer] = field(default_factory=list)
     kernels: list[str] = field(default_factory=list)
     steps: list[PlanStep] = field(default_factory=list)
+    constraints: list[Constraint] = field(default_factory=list)
 
 
 @dataclass

@@ -12,7 +12,19 @@ import numpy as np
 
 from ..errors import BundleError
 from . import format as fmt
-from .plan import Buffer, BufferKind, Bundle, ExecutionPlan, Expr, ExprOp, ExprTable, PlanStep, TensorInfo
+from .plan import (
+    Buffer,
+    BufferKind,
+    Bundle,
+    Constraint,
+    ExecutionPlan,
+    Expr,
+    ExprOp,
+    ExprTable,
+    PlanStep,
+    Relation,
+    TensorInfo,
+)
 
 
 def read(path: str | os.PathLike[str]) -> Bundle:
@@ -101,7 +113,7 @@ class _Tables:
         if len(section) < fmt.PLAN_HEADER.size:
             raise ValueError(f"it has {len(section)} bytes, its header alone needs {fmt.PLAN_HEADER.size}")
         counts = fmt.PLAN_HEADER.unpack_from(section)
-        symbols, exprs, self.inputs, outputs, buffers, kernels, steps, words, strings, _ = counts
+        symbols, exprs, self.inputs, outputs, buffers, kernels, steps, words, strings, constraints = counts
         sizes = [
             fmt.PLAN_HEADER.size,
             exprs * fmt.EXPR.size,
@@ -111,6 +123,7 @@ class _Tables:
             symbols * fmt.WORD.size,
             kernels * fmt.WORD.size,
             words * fmt.WORD.size,
+            constraints * fmt.CONSTRAINT.size,
             strings,
         ]
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
@@ -119,7 +132,7 @@ class _Tables:
         parts = [section[a:b] for a, b in pairwise(ends)]
         self.exprs, self.tensors, self.buffers, self.steps, self.symbols, self.kernels = parts[:6]
         self.words = [word for (word,) in fmt.WORD.iter_unpack(parts[6])]
-        self.strings = bytes(parts[7])
+        self.constraints, self.strings = parts[7], bytes(parts[8])
 
     def plan(self) -> ExecutionPlan:
         """All tables as the plan's dataclasses."""
@@ -134,6 +147,10 @@ class _Tables:
             buffers=[Buffer(BufferKind(kind), *numbers) for kind, *numbers in fmt.BUFFER.iter_unpack(self.buffers)],
             kernels=self.names(self.kernels),
             steps=[self.step(record) for record in fmt.STEP.iter_unpack(self.steps)],
+            constraints=[
+                Constraint(Relation(relation), left, right, self.text(text))
+                for relation, left, right, text in fmt.CONSTRAINT.iter_unpack(self.constraints)
+            ],
         )
 
     def size_table(self) -> ExprTable:

@@ -136,6 +136,9 @@ def _pack_plan(plan: ExecutionPlan) -> bytes:
     symbols = b"".join(fmt.WORD.pack(pools.string(name)) for name in plan.exprs.symbols)
     kernels = b"".join(fmt.WORD.pack(pools.string(name)) for name in plan.kernels)
     words = b"".join(fmt.WORD.pack(word) for word in pools.words)
+    constraints = b"".join(
+        fmt.CONSTRAINT.pack(c.relation, c.left, c.right, pools.string(c.text)) for c in plan.constraints
+    )
     strings = pools.strings or b"\0"
     header = fmt.PLAN_HEADER.pack(
         len(plan.exprs.symbols),
@@ -147,9 +150,9 @@ def _pack_plan(plan: ExecutionPlan) -> bytes:
         len(plan.steps),
         len(pools.words),
         len(strings),
-        0,
+        len(plan.constraints),
     )
-    return b"".join([header, exprs, tensors, buffers, steps, symbols, kernels, words, strings])
+    return b"".join([header, exprs, tensors, buffers, steps, symbols, kernels, words, constraints, strings])
 
 
 def _check(plan: ExecutionPlan) -> None:

@@ -111,6 +111,33 @@ static coda_code check_dimensions(const coda_layout *layout, const coda_plan *pl
   return CODA_OK;
 }
 
+static coda_code broken(const coda_layout *layout, const coda_plan *plan, const plan_constraint *c, coda_error *error) {
+  const int64_t left = layout->values[c->left], right = layout->values[c->right];
+  const bool fixed_left = plan->exprs[c->left].op == EXPR_CONST, fixed_right = plan->exprs[c->right].op == EXPR_CONST;
+  char left_text[DIM_TEXT], right_text[DIM_TEXT];
+  coda_plan_format(plan, c->left, left_text, sizeof left_text);
+  coda_plan_format(plan, c->right, right_text, sizeof right_text);
+  if (c->relation == RELATION_AT_MOST && fixed_left)
+    return coda_fail(error, CODA_ERROR_SHAPE, "%s = %" PRId64 " is below %" PRId64 ": %s", right_text, right, left,
+                     c->text);
+  const char *relation = c->relation == RELATION_AT_MOST ? "exceeds" : "differs from";
+  if (fixed_right)
+    return coda_fail(error, CODA_ERROR_SHAPE, "%s = %" PRId64 " %s %" PRId64 ": %s", left_text, left, relation, right,
+                     c->text);
+  return coda_fail(error, CODA_ERROR_SHAPE, "%s = %" PRId64 " %s %s = %" PRId64 ": %s", left_text, left, relation,
+                   right_text, right, c->text);
+}
+
+static coda_code check_constraints(const coda_layout *layout, const coda_plan *plan, coda_error *error) {
+  for (uint32_t i = 0; i < plan->constraint_count; i++) {
+    const plan_constraint *c = &plan->constraints[i];
+    const int64_t left = layout->values[c->left], right = layout->values[c->right];
+    if (c->relation == RELATION_AT_MOST ? left > right : left != right)
+      return broken(layout, plan, c, error);
+  }
+  return CODA_OK;
+}
+
 /* --- sizes -------------------------------------------------------------------------------------------------------- */
 
 static coda_code measure_tensor(const coda_layout *layout, const plan_tensor *tensor, int64_t *bytes,
@@ -245,6 +272,8 @@ coda_code coda_layout_make(coda_layout *layout, const coda_plan *plan, const cod
   coda_code code = evaluate(layout, plan, inputs, error);
   if (!code)
     code = check_dimensions(layout, plan, error);
+  if (!code)
+    code = check_constraints(layout, plan, error);
   if (!code)
     code = measure(layout, plan, error);
   return code ? code : pack(layout, plan, order, error);

@@ -8,13 +8,22 @@
 
 #include "bytes.h"
 
-enum { HEADER = 40, EXPR = 24, TENSOR = 16, BUFFER = 24, STEP = 56, WORD = 4, CONSTANT_ALIGNMENT = 64 };
+enum {
+  HEADER = 40,
+  EXPR = 24,
+  TENSOR = 16,
+  BUFFER = 24,
+  STEP = 56,
+  WORD = 4,
+  CONSTRAINT = 16,
+  CONSTANT_ALIGNMENT = 64
+};
 
 #define BAD(...) coda_fail(error, CODA_ERROR_BUNDLE, "bundle's plan is invalid: " __VA_ARGS__)
 
 /* The section's tables as bytes. */
 typedef struct {
-  const uint8_t *exprs, *tensors, *buffers, *steps, *symbols, *kernels, *words;
+  const uint8_t *exprs, *tensors, *buffers, *steps, *symbols, *kernels, *words, *constraints;
   const char *strings;
   uint32_t string_bytes;
 } raw_tables;
@@ -22,26 +31,28 @@ typedef struct {
 static coda_code locate(coda_plan *plan, raw_tables *raw, const uint8_t *data, size_t size, coda_error *error) {
   if (size < HEADER)
     return BAD("it has %zu bytes, its header alone needs %d", size, HEADER);
-  uint32_t *const counts[] = {&plan->symbol_count, &plan->expr_count,   &plan->input_count,
-                              &plan->output_count, &plan->buffer_count, &plan->kernel_count,
-                              &plan->step_count,   &plan->word_count,   &raw->string_bytes};
+  uint32_t *const counts[] = {&plan->symbol_count, &plan->expr_count,      &plan->input_count, &plan->output_count,
+                              &plan->buffer_count, &plan->kernel_count,    &plan->step_count,  &plan->word_count,
+                              &raw->string_bytes,  &plan->constraint_count};
   for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
     *counts[i] = coda_u32(data + 4 * i);
   if (plan->symbol_count > CODA_MAX_SYMBOLS)
     return BAD("it has %" PRIu32 " symbols, at most %d can be", plan->symbol_count, CODA_MAX_SYMBOLS);
-  if (coda_u32(data + 36) != 0)
-    return BAD("its reserved field is not 0");
   const uint64_t tensors = (uint64_t)plan->input_count + plan->output_count;
   const struct {
     const uint8_t **table;
     uint64_t bytes;
   } tables[] = {
-      {&raw->exprs, (uint64_t)plan->expr_count * EXPR},       {&raw->tensors, tensors * TENSOR},
-      {&raw->buffers, (uint64_t)plan->buffer_count * BUFFER}, {&raw->steps, (uint64_t)plan->step_count * STEP},
-      {&raw->symbols, (uint64_t)plan->symbol_count * WORD},   {&raw->kernels, (uint64_t)plan->kernel_count * WORD},
+      {&raw->exprs, (uint64_t)plan->expr_count * EXPR},
+      {&raw->tensors, tensors * TENSOR},
+      {&raw->buffers, (uint64_t)plan->buffer_count * BUFFER},
+      {&raw->steps, (uint64_t)plan->step_count * STEP},
+      {&raw->symbols, (uint64_t)plan->symbol_count * WORD},
+      {&raw->kernels, (uint64_t)plan->kernel_count * WORD},
       {&raw->words, (uint64_t)plan->word_count * WORD},
+      {&raw->constraints, (uint64_t)plan->constraint_count * CONSTRAINT},
   };
-  uint64_t offset = HEADER; /* cannot overflow: eight products of 32 bits and less than 64 */
+  uint64_t offset = HEADER; /* cannot overflow: nine products of 32 bits and less than 64 */
   for (size_t i = 0; i < sizeof tables / sizeof *tables; i++) {
     if (tables[i].bytes > size - offset)
       return BAD("its tables need more than its %zu bytes", size);
@@ -66,6 +77,7 @@ static bool allocate(coda_plan *plan) {
          (plan->buffers = calloc(plan->buffer_count + spare, sizeof *plan->buffers)) &&
          (plan->kernels = calloc(plan->kernel_count + spare, sizeof *plan->kernels)) &&
          (plan->steps = calloc(plan->step_count + spare, sizeof *plan->steps)) &&
+         (plan->constraints = calloc(plan->constraint_count + spare, sizeof *plan->constraints)) &&
          (plan->words = calloc(plan->word_count + spare, sizeof *plan->words));
 }
 
@@ -224,6 +236,21 @@ static coda_code read_step(coda_plan *plan, const raw_tables *raw, uint32_t i, c
   return CODA_OK;
 }
 
+static coda_code read_constraints(coda_plan *plan, const raw_tables *raw, coda_error *error) {
+  for (uint32_t i = 0; i < plan->constraint_count; i++) {
+    const uint8_t *p = raw->constraints + CONSTRAINT * (size_t)i;
+    plan_constraint *c = &plan->constraints[i];
+    *c = (plan_constraint){.relation = coda_u32(p), .left = coda_u32(p + 4), .right = coda_u32(p + 8)};
+    if (c->relation >= RELATIONS)
+      return BAD("constraint %" PRIu32 " has relation %" PRIu32, i, c->relation);
+    if (check_entry(c->left, plan->expr_count, "a constraint's left side", error) ||
+        check_entry(c->right, plan->expr_count, "a constraint's right side", error) ||
+        read_string(raw, coda_u32(p + 12), &c->text, error))
+      return CODA_ERROR_BUNDLE;
+  }
+  return CODA_OK;
+}
+
 /* Each symbol takes its value from the first input dimension that is exactly that symbol. */
 static coda_code bind_symbols(coda_plan *plan, coda_error *error) {
   enum { UNBOUND = 0xffffffffu };
@@ -251,7 +278,8 @@ static coda_code parse(coda_plan *plan, const uint8_t *data, size_t size, size_t
     plan->words[i] = coda_u32(raw.words + WORD * (size_t)i);
   if (read_names(&raw, raw.symbols, plan->symbol_count, plan->symbols, error) ||
       read_names(&raw, raw.kernels, plan->kernel_count, plan->kernels, error) || read_exprs(plan, &raw, error) ||
-      read_tensors(plan, &raw, error) || read_buffers(plan, &raw, constant_bytes, error))
+      read_tensors(plan, &raw, error) || read_buffers(plan, &raw, constant_bytes, error) ||
+      read_constraints(plan, &raw, error))
     return CODA_ERROR_BUNDLE;
   for (uint32_t i = 0; i < plan->step_count; i++)
     if (read_step(plan, &raw, i, error))
@@ -269,7 +297,7 @@ coda_code coda_plan_parse(coda_plan *plan, const uint8_t *data, size_t size, siz
 
 void coda_plan_free(coda_plan *plan) {
   void *tables[] = {plan->symbols, plan->bindings, plan->exprs, plan->inputs, plan->outputs,
-                    plan->buffers, plan->kernels,  plan->steps, plan->words};
+                    plan->buffers, plan->kernels,  plan->steps, plan->words,  plan->constraints};
   for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
     free(tables[i]);
   memset(plan, 0, sizeof *plan);

@@ -49,13 +49,22 @@ typedef struct {
   uint32_t items, scratch, flops, bytes; /* entries of the size table */
 } plan_step;
 
+typedef enum { RELATION_AT_MOST, RELATION_EQUAL, RELATIONS } plan_relation;
+
+/* What must hold of two sizes for the plan to be right; `text` says why. */
+typedef struct {
+  uint32_t relation, left, right;
+  const char *text;
+} plan_constraint;
+
 /* The input dimension that gives a symbol its value. */
 typedef struct {
   uint32_t input, axis;
 } plan_binding;
 
 typedef struct {
-  uint32_t symbol_count, expr_count, input_count, output_count, buffer_count, kernel_count, step_count, word_count;
+  uint32_t symbol_count, expr_count, input_count, output_count, buffer_count, kernel_count, step_count, word_count,
+      constraint_count;
   const char **symbols;
   plan_binding *bindings; /* by symbol */
   plan_expr *exprs;
@@ -63,6 +72,7 @@ typedef struct {
   plan_buffer *buffers;
   const char **kernels;
   plan_step *steps;
+  plan_constraint *constraints;
   uint32_t *words; /* what the dims, buffers and ints above point into */
   uint32_t dim_count; /* of all inputs together */
   uint32_t operand_count, int_count; /* of all steps together */

@@ -183,6 +183,9 @@ static void check_misuse(coda_model *model) {
   outputs[0].bytes = sizeof bias;
   CHECK(coda_session_run(session, inputs, outputs, &error) == CODA_ERROR_SHAPE);
   CHECK(strcmp(error.message, "output 'hidden' has room for 24 bytes, expected 96") == 0);
+  inputs[0].dims[1] = 4097;
+  CHECK(coda_session_shapes(session, inputs, outputs, &error) == CODA_ERROR_SHAPE);
+  CHECK(strcmp(error.message, "seq = 4097 exceeds 4096: positions of the encoder (node '/embed/Gather')") == 0);
   inputs[0].dims[1] = INT64_MAX / 2;
   CHECK(coda_session_shapes(session, inputs, outputs, &error) == CODA_ERROR_SHAPE);
   inputs[0].dims[1] = -1;
