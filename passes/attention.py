@@ -147,7 +147,7 @@ def _rewrite(graph: gs.Graph, editor: GraphEditor, softmax: gs.Node, match: _Mat
         if not same_shape(shape(t)[:2], (batch, heads)):
             raise Refused(f"the {name} have batch and heads {shape(t)[:2]}, the queries {(batch, heads)}")
     scores = match.product.outputs[0]
-    region = Region(graph, scores, shape(scores), score_kind, inline=False)
+    region = Region(editor, scores, shape(scores), score_kind, inline=False)
     if q_scale * k_scale != 1.0:
         region.set(scores, region.builder.add("mul", "acc", q_scale * k_scale))
     for node in match.between:

@@ -85,7 +85,7 @@ def run(graph: gs.Graph, log: PassLog) -> int:
 
 
 def _rewrite(graph: gs.Graph, editor: GraphEditor, matmul: gs.Node, log: PassLog) -> None:
-    region = Region(graph, matmul.outputs[0], shape(matmul.outputs[0]), row_kind, inline=True)
+    region = Region(editor, matmul.outputs[0], shape(matmul.outputs[0]), row_kind, inline=True)
     growth = _grow(graph, region, matmul, log)
     inside = {id(n) for n in growth.nodes}
     outputs: list[gs.Variable] = []

@@ -16,6 +16,7 @@ from coda_edge.epilogue.program import Argument, EpilogueProgram, Kind, Param, R
 from coda_edge.errors import ShapeError
 from coda_edge.ir import (
     ELEMENTWISE,
+    GraphEditor,
     Tensor,
     constant_value,
     consumers,
@@ -106,8 +107,11 @@ class Region:
     reads no more than the operand itself; one that batch entries or positions share is computed once, outside. What depends on the accumulator's producer by another way can't be an operand.
     """
 
-    def __init__(self, graph: gs.Graph, acc: gs.Variable, tile: Dims, placement: PlacementRule, inline: bool) -> None:
-        self.graph = graph
+    def __init__(
+        self, editor: GraphEditor, acc: gs.Variable, tile: Dims, placement: PlacementRule, inline: bool
+    ) -> None:
+        self.graph = editor.graph
+        self._editor = editor
         self.tile = tuple(tile)
         self.builder = Builder(params=[Param("acc", Kind.TILE, program_dtype(acc))])
         self._operands: dict[str, Tensor] = {}
@@ -189,7 +193,7 @@ class Region:
             )
         operand, kind = tensor, lies.kind
         if kind is Kind.COL and constant is not None and self._placement is row_kind:
-            operand = gs.Constant(f"{tensor.name}.col", np.ascontiguousarray(constant.reshape(-1)))
+            operand = self._editor.constant(f"{tensor.name}.col", constant.reshape(-1))
         name = self.builder.param(f"{kind.value}{len(self._operands)}", kind, program_dtype(tensor), lies.rows)
         self._operands[name] = operand
         self._values[id(tensor)] = name
