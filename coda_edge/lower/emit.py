@@ -96,7 +96,8 @@ class Emitter:
         self.granule = granule
         self._scopes = [_Scope()]
         self._depth: dict[Var, int] = {}
-        self._locals: set[Buffer] = set()
+        self._mutable: set[Buffer] = set()
+        self._kept_in: set[Buffer] = set()
         self._lane: Var | None = None
         self._lane_depth = -1
         self._width = 1
@@ -139,7 +140,7 @@ class Emitter:
         self._count += 1
         buffer = tirx.decl_buffer((extent,), dtype, name=f"local{self._count}")
         self._scopes[0].statements.insert(0, tirx.AllocBuffer(buffer))
-        self._locals.add(buffer)
+        self._mutable.add(buffer)
         return buffer
 
     def load(self, operand: str | Packed | Workspace, dtype: str, index: Expr) -> Expr:
@@ -166,6 +167,9 @@ class Emitter:
         if isinstance(expr, (Var, tirx.IntImm, tirx.FloatImm)) or self._is_local(expr):
             return expr
         expr = self._without_lets(expr)
+        used = tirx.analysis.undefined_vars(expr)
+        if any(v in self._mutable for v in used):
+            return self._kept(expr, len(self._scopes) - 1)
         key = str(expr)
         for scope in self._scopes:
             if key in scope.memo:
@@ -324,7 +328,6 @@ class Emitter:
         self.uniform(condition)
         stored = "uint8" if dtype == "bool" else dtype
         result = self.local(self._width, stored)
-        self._depth[result] = len(self._scopes) - 1
         slot = self._lane if self._lane is not None else int64(0)
         scopes: list[_Scope] = []
         for side in (then, other):
@@ -332,6 +335,9 @@ class Emitter:
                 self.store(result, slot, side())
             scopes.append(scope)
         self.add(tirx.IfThenElse(condition, _sequence(scopes[0]), _sequence(scopes[1])))
+        self._mutable.discard(result)
+        self._kept_in.add(result)
+        self._depth[result] = len(self._scopes) - 1
         value = tirx.BufferLoad(result, [slot])
         return tirx.NE(value, tirx.const(0, "uint8")) if dtype == "bool" else value
 
@@ -395,6 +401,8 @@ class Emitter:
         kind = dtype_of(expr)
         varies = self.varies(expr)
         buffer = self.local(self._width if varies else 1, "uint8" if kind == "bool" else kind)
+        self._mutable.discard(buffer)
+        self._kept_in.add(buffer)
         self._depth[buffer] = depth
         slot = self._lane if varies and self._lane is not None else int64(0)
         stored = tirx.Cast("uint8", expr) if kind == "bool" else expr
@@ -403,7 +411,7 @@ class Emitter:
         return tirx.NE(value, tirx.const(0, "uint8")) if kind == "bool" else value
 
     def _is_local(self, expr: Expr) -> bool:
-        return isinstance(expr, tvm.ir.TensorLoad) and expr.source in self._locals
+        return isinstance(expr, tvm.ir.TensorLoad) and expr.source in self._kept_in
 
     @contextmanager
     def _scope(self, conditional: bool = False) -> Iterator[_Scope]:
