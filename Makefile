@@ -21,7 +21,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/installed
-	$(BIN)/mypy -p coda_edge -p models -p benchmarks
+	$(BIN)/mypy -p coda_edge -p passes -p models -p benchmarks
 
 # The runtime by itself, as a program that embeds it builds it; warnings are errors.
 warnings: $(VENV)/installed
