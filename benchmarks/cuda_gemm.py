@@ -12,13 +12,13 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from coda_edge.epilogue import library
-from coda_edge.epilogue.program import EpilogueProgram
+from coda_edge.epilogue.program import EpilogueProgram, Kind, Step
 from coda_edge.schedule.cuda_gemm import SCHEDULES, CudaGemmSchedule
 
 from .cuda_driver import Cublas, Device, DriverError
@@ -33,16 +33,12 @@ _ODD = ((1, 5, 3), (7, 24, 24), (37, 100, 136), (130, 99, 72), (129, 97, 65), (2
 
 def halves(program: EpilogueProgram) -> EpilogueProgram:
     """The program with half-precision tile and column operands and tile outputs."""
-    text = str(program).replace(": col f32", ": col f16")
-    head, body = text.split(" -> ", 1)
-    first, comma, rest = head.partition(",")
-    text = f"{first}{comma}{rest.replace('tile f32', 'tile f16')} -> {body}"
-    parsed = EpilogueProgram.parse(text)
-    for output in parsed.outputs:
-        if output.kind.value == "tile":
-            text = text.replace(f"{output.name}: tile = {output.value}", f"{output.name}: tile = half_{output.name}")
-            text = text.rstrip().removesuffix("}") + f"  half_{output.name} = cast {output.value} to=f16\n}}\n"
-    return EpilogueProgram.parse(text)
+    narrow = (Kind.TILE, Kind.COL)
+    params = [replace(p, dtype="f16") if p.kind in narrow else p for p in program.params[1:]]
+    tiles = [o for o in program.outputs if o.kind is Kind.TILE]
+    casts = [Step(f"half_{o.name}", "cast", (o.value,), (("to", "f16"),)) for o in tiles]
+    outputs = (replace(o, value=f"half_{o.name}") if o in tiles else o for o in program.outputs)
+    return EpilogueProgram((program.params[0], *params), (*program.steps, *casts), tuple(outputs))
 
 
 EPILOGUES: dict[str, EpilogueProgram] = {
@@ -56,8 +52,16 @@ EPILOGUES: dict[str, EpilogueProgram] = {
     "norm_swiglu": halves(library.norm_swiglu.program),
     "rope": halves(library.rope.program),
     "float_output": library.bias_gelu_tanh.program,
+    "qkv": halves(
+        EpilogueProgram.parse(
+            "(acc: tile f32, bias: col f32) -> (q: tile = v0[0:64] heads[32], k: tile = v0[64:128] heads[32], "
+            "v: tile = v0[128:192] heads[32]) {\n  v0 = add acc bias\n}\n"
+        )
+    ),
 }
 """Epilogues to check, each a kind of step or of output more."""
+_MULTIPLES = {"norm_swiglu": 2, "rope": 2, "bias_heads": 32}
+"""What the columns of an epilogue's GEMM must be a multiple of."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,10 @@ class Request:
 
 def matrix() -> Iterator[Request]:
     """Every epilogue at sizes that its columns allow, and every schedule."""
-    for name, program in EPILOGUES.items():
+    for name in EPILOGUES:
         for m, n, k in _ODD:
-            pairs = 2 if name in ("norm_swiglu", "rope") else 1
-            heads = 32 if name == "bias_heads" else 1
-            n = -(-n // math.lcm(pairs, heads)) * math.lcm(pairs, heads)
-            program.check(n)
-            yield Request(name, m, n, k)
+            multiple = _MULTIPLES.get(name, 1)
+            yield Request(name, m, 192 if name == "qkv" else -(-n // multiple) * multiple, k)
     for schedule in SCHEDULES:
         yield Request("bias_residual_moments", 150, 200, 328, schedule)
         yield Request("norm_bias_gelu", 70, 131, 77, schedule)
@@ -147,7 +148,7 @@ def run(folder: Path, device: Device, timings: bool) -> Iterator[Result]:
     module = device.module((folder / "kernels.cubin").read_bytes())
     for case in read(folder):
         problem = case.problem()
-        expected, empty = problem.expected(), problem.outputs()
+        expected, empty = problem.expected, problem.outputs()
         outputs = {name: device.upload(array) for name, array in empty.items()}
         given = {"a": problem.a, "weight": case.packed(problem), **problem.operands}
         addresses = {name: device.upload(array) for name, array in given.items()}

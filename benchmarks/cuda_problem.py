@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,7 @@ class Problem:
         """The symbols' values."""
         return {"M": self.a.shape[0], "S": self.rows_per_batch or 0}
 
+    @cached_property
     def expected(self) -> dict[str, Array]:
         """The outputs in float64."""
         acc = self.a.astype(np.float64) @ self.weight.astype(np.float64)
@@ -79,7 +81,7 @@ class Problem:
         """Outputs as they are stored, full of NaN."""
         dtypes = self.program.dtypes()
         stored = {o.name: _NUMPY[dtypes[o.value]] for o in self.program.outputs}
-        return {name: np.full(want.shape, np.nan, stored[name]) for name, want in self.expected().items()}
+        return {name: np.full(want.shape, np.nan, stored[name]) for name, want in self.expected.items()}
 
 
 def relative_error(actual: Mapping[str, Array], expected: Mapping[str, Array]) -> float:
@@ -144,11 +146,16 @@ class Case:
 
     def problem(self, seed: int = 0) -> Problem:
         """The problem with random operands."""
-        return Problem.random(EpilogueProgram.parse(self.program), self.m, self.n, self.k, self.batch, seed)
+        return _problem(self.program, self.m, self.n, self.k, self.batch, seed)
 
     def packed(self, problem: Problem) -> Array:
         """The problem's weight as the kernel reads it."""
         return pack_weight(self.schedule, problem.weight)
+
+
+@lru_cache(maxsize=1)
+def _problem(program: str, m: int, n: int, k: int, batch: int, seed: int) -> Problem:
+    return Problem.random(EpilogueProgram.parse(program), m, n, k, batch, seed)
 
 
 def save(folder: Path, cases: list[Case], library: CudaLibrary) -> None:

@@ -25,9 +25,15 @@ struct alignas(16) float4 { float x, y, z, w; };
 #define __shared__
 #define __align__(n)
 #define __launch_bounds__(n)
+#define __device__
+#define __forceinline__ static inline
 
 template <class T> T min(T a, T b) { return a < b ? a : b; }
 template <class T> T max(T a, T b) { return a < b ? b : a; }
+
+#define __expf expf
+static float __fdividef(float a, float b) { return a / b; }
+static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 extern "C" { alignas(1024) uchar shared_ptr[256 << 10]; }
 static struct { unsigned x, y, z; } threadIdx, blockIdx;
@@ -82,6 +88,8 @@ static unsigned (*exchange(const unsigned *words, int count))[6] {
   while (warp.deposits[slot] < (turn / 2 + 1) * 32) yield();
   return warp.words[slot];
 }
+
+template <class... Args> static void nothing(Args...) {}
 
 static float as_float(unsigned word, int which) {
   uint16_t bits = (uint16_t)(word >> 16 * which);

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from benchmarks.cuda_problem import Plan, Problem
 from coda_edge.lower.cuda import CudaKernel, cuda_source
+from coda_edge.lower.cuda.device import MATH
 from coda_edge.lower.kernel import KernelCall
 from coda_edge.schedule.cuda_gemm import CudaGemmSchedule, pack_weight
 
@@ -31,7 +32,7 @@ class Emulator:
         """``edit``: a text of the kernels, and what to put in its place (to see whether a mistake is found)."""
         source = cuda_source(kernels, "sm_80")
         text = source[source.index('extern "C" __global__') :].replace(*edit) if edit[0] else source
-        text = _HEADER.read_text() + text[text.index('extern "C" __global__') :]
+        text = "\n".join((_HEADER.read_text(), *MATH.values(), text[text.index('extern "C" __global__') :]))
         for kernel in kernels:
             text += (
                 f'\nextern "C" void run_{kernel.symbol}(const int *grid, int threads, void **args, int lazy) '

@@ -18,15 +18,15 @@ class CudaGemmSchedule:
     """Tiling of ``[M, K] @ [K, N]`` in halves.
 
     A block computes ``rows`` × ``columns`` with ``warps`` (M, N, K): its warps divide the tile along M and N, and each K tile
-    along K, whose parts are added up through shared memory. ``stages`` K tiles are in shared memory at a time. A kernel whose
-    whole K loop has at most ``unroll`` matrix instructions a warp has no loop.
+    along K, whose parts are added up through shared memory. ``stages`` K tiles are in shared memory at a time. It is meant for
+    shapes of which it makes at least ``busy`` blocks for each multiprocessor.
     """
 
     rows: int
     columns: int
     warps: tuple[int, int, int]
     stages: int
-    unroll: int = 512
+    busy: float = 0.0
 
     @property
     def threads(self) -> int:
@@ -65,25 +65,21 @@ class CudaGemmSchedule:
 SCHEDULES = (
     CudaGemmSchedule(16, 32, (1, 1, 4), 12),
     CudaGemmSchedule(32, 32, (1, 1, 4), 12),
-    CudaGemmSchedule(64, 48, (2, 1, 2), 6),
-    CudaGemmSchedule(64, 64, (2, 2, 1), 4),
-    CudaGemmSchedule(128, 96, (4, 2, 1), 3),
+    CudaGemmSchedule(64, 48, (2, 1, 2), 6, busy=0.7),
+    CudaGemmSchedule(64, 64, (2, 2, 1), 4, busy=0.7),
+    CudaGemmSchedule(128, 128, (2, 2, 1), 3, busy=4.0),
 )
 """From the smallest tile to the largest; each needs at most 99 KB of shared memory, the least that a block has on sm_80–sm_90."""
 
-BUSY = 0.7
-"""Share of the multiprocessors that a tile should keep busy."""
-
 
 def choose_cuda_gemm(rows: int, n: int, multiprocessors: int, classes: int = 1) -> CudaGemmSchedule:
-    """The largest tile that, for ``rows`` × ``n``, still gives ``BUSY`` of the multiprocessors a block, else the smallest.
+    """The largest tile that ``rows`` × ``n`` keeps busy, and of which they fill more than half.
 
     ``classes``: into how many classes the epilogue splits columns; a thread's consecutive columns must divide into them.
     """
     fitting = [s for s in SCHEDULES if s.run % classes == 0]
-    small = fitting[0] if rows <= fitting[0].rows else fitting[min(1, len(fitting) - 1)]
-    busy = [s for s in fitting if s.rows < 2 * rows and _blocks(s, rows, n) >= BUSY * multiprocessors]
-    return busy[-1] if busy else small
+    busy = [s for s in fitting if _blocks(s, rows, n) >= s.busy * multiprocessors and s.rows < 2 * rows]
+    return busy[-1] if busy else fitting[0]
 
 
 def _blocks(schedule: CudaGemmSchedule, rows: int, n: int) -> int:

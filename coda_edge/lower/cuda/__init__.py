@@ -1,6 +1,6 @@
 """Kernels for NVIDIA GPUs: fused GEMMs on tensor cores, as CUDA C, as cubins.
 
-``gemm.py`` is the entry: a kernel call from an epilogue program and a weight. ``gemm_tile.py`` writes the kernel, through the
+``gemm.py`` is the entry: a kernel call from an epilogue program and a weight. ``gemm_tile.py`` writes the kernel (``main_loop.py``, ``tile_epilogue.py``), through the
 same ``Body`` and the same evaluation of epilogue programs as on CPUs; ``device.py`` is what a thread of a GPU can do besides;
 ``build.py`` makes CUDA C and machine code of it.
 """

@@ -68,11 +68,12 @@ def lower_cuda_gemm(
     workspaces = (Workspace(f"{name}.partials", simplify(4 * count * shape.strips * rows)),) if count else ()
     finish = None
     if count:
-        merged = GemmKernel(shape).merge(f"{symbol}_finish")
-        finish = CudaKernel(f"{symbol}_finish", merged, Launch(merge, MERGE_THREADS))
+        last = f"{symbol}_finish"
+        finish = CudaKernel(last, lambda: GemmKernel(shape).merge(last), Launch(merge, MERGE_THREADS))
+    launch = Launch(blocks, schedule.threads, schedule.shared(k))
     return KernelCall(
         name=name,
-        kernel=CudaKernel(symbol, GemmKernel(shape).main(symbol), Launch(blocks, schedule.threads, schedule.shared(k))),
+        kernel=CudaKernel(symbol, lambda: GemmKernel(shape).main(symbol), launch),
         buffers=(a, Packed(f"{name}.weight", pack_weight(schedule, weight)), *operands, *outputs, *workspaces),
         ints=(rows, rows_per_batch) if heads and rows_per_batch is not None else (rows,),
         items=simplify(blocks[0] * blocks[1]),
