@@ -6,7 +6,17 @@ from collections.abc import Callable
 
 import onnx_graphsurgeon as gs
 
-from . import absorb_norm, attention, fuse_map, grow_epilogue, merge_gates, merge_projections, row_moments, sink_reshape
+from . import (
+    absorb_norm,
+    attention,
+    fuse_map,
+    grow_epilogue,
+    merge_gates,
+    merge_projections,
+    rotary,
+    row_moments,
+    sink_reshape,
+)
 from .base import Pass, PassLog, Refusal
 
 __all__ = ["PIPELINE", "Pass", "PassLog", "Refusal", "run_pipeline"]
@@ -19,6 +29,7 @@ PIPELINE: tuple[Pass, ...] = (
     sink_reshape.PASS,  # the head merges that attention leaves
     absorb_norm.PASS,
     grow_epilogue.PASS,
+    rotary.PASS,
     merge_gates.PASS,
     merge_projections.PASS,
     fuse_map.PASS,

@@ -1,0 +1,589 @@
+"""A rotary embedding, however it is spelled, joins the epilogue of the Gemm that makes the heads it rotates.
+
+Rule: let x be an output of a Gemm in heads, ``[B, H, S, D]`` or ``[B, S, H, D]``. Elementwise operators and operators that only move
+elements within a head (Slice, Concat, Gather, Reshape, Unsqueeze, Transpose of the axes behind the heads) make of x tensors each of
+whose elements depends on some columns of the head. If these columns fall into pairs, all of it is elementwise on two half-wide values: the
+columns of the weights are put into the order of the pairs, the epilogue computes on ``even`` and ``odd``, and ``interleave``s. The
+operands (cosines, sines) become tiles of D/2 columns which all heads share.
+
+A column that nothing pairs is paired with another such one; what is computed for some of the pairs only is chosen by a column mask. So
+a rotation of halves, of adjacent columns, and of adjacent columns in a part of the head are one rule.
+
+Conditions: what is read outside has all D columns, in order. Pairs are column j with j + D/2, stored as ``heads[D] halves``, or column
+2j with 2j + 1. Operands have one head, and rows as an epilogue's operand may have.
+Refused, with the reason: other pairs (halves of a part of the head), a Gemm whose columns may not be moved (it also reads a whole tensor,
+or stores the same columns in another way), column operands that are not constant.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_graphsurgeon as gs
+
+from coda_edge.epilogue.builder import Builder
+from coda_edge.epilogue.ops import Group
+from coda_edge.epilogue.program import Argument, EpilogueProgram, Kind, Output, Param
+from coda_edge.errors import ShapeError
+from coda_edge.ir import (
+    DOMAIN,
+    ELEMENTWISE,
+    GraphEditor,
+    Tensor,
+    constant_value,
+    consumers,
+    descendants,
+    in_order,
+    is_output,
+    remove_dead,
+    remove_nodes,
+    same_shape,
+    shape,
+    sort,
+)
+from coda_edge.symbolic import Dim, same
+
+from .base import Pass, PassLog, sources
+from .pieces import Pieces
+from .region import DTYPES, Refused, program_dtype, shared_rows
+
+_LEAD = 3
+"""Axes before those of a head."""
+_TO_HEADS = [0, 2, 1, 3]
+
+Labels = npt.NDArray[Any]
+"""For each element of a head what it is: an object array of the shape of the axes behind the heads."""
+
+
+@dataclass(frozen=True)
+class _Root:
+    """The heads: ``output`` of ``gemm``, seen as ``tensor`` by what follows. ``rows``: the axis of S; the other one is that of H."""
+
+    gemm: gs.Node
+    program: EpilogueProgram
+    output: Output
+    stored: gs.Variable
+    tensor: gs.Variable
+    rows: int
+
+    @property
+    def heads_axis(self) -> int:
+        """The axis of H."""
+        return 3 - self.rows
+
+    @property
+    def lead(self) -> tuple[Dim, ...]:
+        """The dimensions before those of a head."""
+        return shape(self.tensor)[:_LEAD]
+
+    @property
+    def head(self) -> tuple[int, ...]:
+        """The dimensions of a head."""
+        return tuple(int(d) for d in shape(self.tensor)[_LEAD:])
+
+    @property
+    def size(self) -> int:
+        """Columns D of a head."""
+        return int(np.prod(self.head))
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """The Gemm's columns that the heads are."""
+        return self.output.columns or (0, int(self.gemm.inputs[1].shape[1]))
+
+
+@dataclass
+class _Region:
+    """The nodes that join, in order; which columns of the head each element of their results depends on; why others stay."""
+
+    nodes: list[gs.Node]
+    depends: dict[int, Labels]
+    reasons: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """The D/2 pairs of a head's columns."""
+
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+    halves: bool
+
+
+def run(graph: gs.Graph, log: PassLog) -> int:
+    """Absorbs every rotation; returns how many."""
+    editor = GraphEditor(graph)
+    pieces = Pieces(editor)
+    count = 0
+    for node in in_order(graph):
+        if node.op != "Gemm" or node.domain != DOMAIN:
+            continue
+        waiting = [str(t.name) for t in node.outputs]
+        while waiting:
+            name = waiting.pop()
+            tensor = next((t for t in node.outputs if t.name == name), None)
+            root = _root(graph, node, tensor) if tensor is not None else None
+            if root is None:
+                continue
+            try:
+                made = _rewrite(graph, editor, pieces, root)
+            except Refused as why:
+                log.refuse(PASS.name, node, str(why))
+                continue
+            if made is not None:
+                node = made
+                count += 1
+    remove_dead(graph)
+    sort(graph)
+    return count
+
+
+def _root(graph: gs.Graph, gemm: gs.Node, stored: gs.Variable) -> _Root | None:
+    """The heads that ``stored`` holds, if it holds heads: laid out by the Gemm, or split by a Reshape."""
+    program = EpilogueProgram.parse(gemm.attrs["epilogue"])
+    output = next(o for o, t in zip(program.outputs, gemm.outputs, strict=True) if t is stored)
+    if output.kind is not Kind.TILE or output.halves:
+        return None
+    if output.heads is not None:
+        return _Root(gemm, program, output, stored, stored, rows=2)
+    readers = consumers(stored)
+    if len(readers) != 1 or readers[0].op != "Reshape" or is_output(graph, stored):
+        return None
+    split = readers[0].outputs[0]
+    dims = shape(split)
+    known = len(dims) > _LEAD and all(isinstance(d, int) for d in dims[2:])
+    if not known or len(shape(stored)) != 3 or not same_shape(dims[:2], shape(stored)[:2]):
+        return None
+    return _Root(gemm, program, output, stored, split, rows=1)
+
+
+def _rewrite(graph: gs.Graph, editor: GraphEditor, pieces: Pieces, root: _Root) -> gs.Node | None:
+    """The Gemm that does what follows ``root``; None if nothing that follows pairs columns."""
+    region = _grow(graph, root)
+    pairs = _pairs(root.size, region)
+    if pairs is None:
+        return None
+    exits = _exits(graph, root, region)
+    columns = root.columns
+    if columns[0] % root.size or (columns[1] - columns[0]) % root.size:
+        raise Refused(f"columns {columns} of the product are no whole heads of {root.size}")
+    _check_columns_move(root)
+    order = _order(root, pairs)
+    joint = _Joint(root, pairs, pieces, editor)
+    for node in region.nodes:
+        joint.add(node)
+    return joint.replace(graph, region, exits, order)
+
+
+def _grow(graph: gs.Graph, root: _Root) -> _Region:
+    """All that follows the heads and stays within a head."""
+    columns = np.empty(root.size, object)
+    columns[:] = [frozenset([c]) for c in range(root.size)]
+    region = _Region([], {id(root.tensor): columns.reshape(root.head)})
+    after = descendants(root.gemm)
+    for node in in_order(graph):
+        if node.domain or not any(id(t) in region.depends for t in node.inputs):
+            continue
+        try:
+            made = _joined(root, region, node, after)
+        except Refused as why:
+            region.reasons.append(f"{node.op} '{node.name}' stays outside: {why}")
+            continue
+        if made is not None:
+            region.nodes.append(node)
+            region.depends[id(node.outputs[0])] = made
+    return region
+
+
+def _joined(root: _Root, region: _Region, node: gs.Node, after: set[int]) -> Labels | None:
+    """What the elements of the node's result depend on; None if the node does not join."""
+    if node.op not in ELEMENTWISE:
+        return moved(node, [region.depends.get(id(t)) for t in node.inputs])
+    out = shape(node.outputs[0])
+    if not same_shape(out[:_LEAD], root.lead) or not all(isinstance(d, int) for d in out[_LEAD:]):
+        raise Refused("its result is no heads")
+    inside = [t for t in node.inputs if id(t) in region.depends]
+    if any(len(shape(t)) != len(out) for t in inside):
+        raise Refused("its operands have different ranks")
+    for t in node.inputs:
+        if id(t) not in region.depends and literal(t) is None:
+            if t.inputs and id(t.inputs[0]) in after:
+                raise Refused(f"operand '{t.name}' depends on the whole result of the product")
+            _operand(root, t, len(out))
+    made = np.empty(tuple(int(d) for d in out[_LEAD:]), object)
+    arrays = [np.broadcast_to(region.depends[id(t)], made.shape) for t in inside]
+    for at in np.ndindex(made.shape):
+        made[at] = frozenset().union(*(a[at] for a in arrays))
+    return made
+
+
+def moved(node: gs.Node, arrays: Sequence[Labels | None]) -> Labels | None:
+    """What ``node`` makes of heads if it only moves elements within them, whose labels are ``arrays`` (None: no heads)."""
+    first, out = arrays[0], shape(node.outputs[0])
+    if first is None or len(out) <= _LEAD or not all(isinstance(d, int) for d in out[_LEAD:]):
+        return None
+    dims = shape(node.inputs[0])
+    if not same_shape(out[:_LEAD], dims[:_LEAD]):
+        return None
+    size = tuple(int(d) for d in out[_LEAD:])
+    if node.op in ("Reshape", "Unsqueeze", "Squeeze"):
+        return first.reshape(size)
+    if node.op == "Transpose":
+        perm = [int(p) for p in node.attrs["perm"]]
+        return first.transpose([p - _LEAD for p in perm[_LEAD:]]) if perm[:_LEAD] == [0, 1, 2] else None
+    if node.op == "Concat":
+        axis = int(node.attrs["axis"]) % len(out) - _LEAD
+        known = [a for a in arrays if a is not None]
+        return np.concatenate(known, axis) if axis >= 0 and len(known) == len(arrays) else None
+    if node.op == "Gather":
+        rows, axis = constant_value(node.inputs[1]), int(node.attrs.get("axis", 0)) % len(dims) - _LEAD
+        return np.take(first, rows, axis) if rows is not None and axis >= 0 else None
+    return _sliced(node, first) if node.op == "Slice" else None
+
+
+def _sliced(node: gs.Node, labels: Labels) -> Labels | None:
+    bounds = [constant_value(t) for t in node.inputs[1:]]
+    if any(b is None for b in bounds):
+        return None
+    starts, ends, *rest = (b.reshape(-1).tolist() for b in bounds if b is not None)
+    axes = rest[0] if rest else range(len(starts))
+    steps = rest[1] if len(rest) > 1 else [1] * len(starts)
+    index = [slice(None)] * labels.ndim
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        axis = axis % (labels.ndim + _LEAD) - _LEAD
+        if axis < 0 or step < 1:
+            return None
+        index[axis] = slice(start, end, step)
+    return labels[tuple(index)]
+
+
+def _pairs(size: int, region: _Region) -> _Pairs | None:
+    """The pairs that the region makes of a head's columns; None if it pairs none."""
+    group = list(range(size))
+
+    def find(c: int) -> int:
+        while group[c] != c:
+            c = group[c]
+        return c
+
+    for labels in region.depends.values():
+        for columns in labels.reshape(-1):
+            first, *others = sorted(columns)
+            for other in others:
+                a, b = sorted((find(first), find(other)))
+                group[b] = a
+    members: dict[int, list[int]] = {}
+    for c in range(size):
+        members.setdefault(find(c), []).append(c)
+    widest = max(len(m) for m in members.values())
+    if widest < 2:
+        return None
+    if widest > 2 or size % 2:
+        raise Refused(f"{widest} of the {size} columns of a head depend on each other, expected pairs")
+    single = [m[0] for m in members.values() if len(m) == 1]
+    pairs = [(m[0], m[1]) for m in members.values() if len(m) == 2]
+    pairs = sorted([*pairs, *zip(single[::2], single[1::2], strict=True)])
+    first, second = zip(*pairs, strict=True)
+    half = size // 2
+    if first == tuple(range(half)) and second == tuple(range(half, size)):
+        return _Pairs(first, second, halves=True)
+    if first == tuple(range(0, size, 2)) and second == tuple(range(1, size, 2)):
+        return _Pairs(first, second, halves=False)
+    raise Refused(
+        f"columns {pairs[0]}, … of the {size} of a head are paired, expected j with j + {half}, or neighbours: "
+        "a rotation of halves of a part of the head cannot be stored"
+    )
+
+
+def _exits(graph: gs.Graph, root: _Root, region: _Region) -> list[gs.Variable]:
+    """The tensors that are read outside."""
+    inside = {id(n) for n in region.nodes}
+    exits = [
+        t
+        for t in (root.tensor, *(n.outputs[0] for n in region.nodes))
+        if is_output(graph, t) or any(id(u) not in inside for u in consumers(t))
+    ]
+    for t in exits:
+        if not same_shape(shape(t), (*root.lead, root.size)):
+            reason = "; ".join(region.reasons[:1])
+            raise Refused(f"a part of the heads is read elsewhere (tensor '{t.name}'){': ' + reason if reason else ''}")
+    return exits
+
+
+def _check_columns_move(root: _Root) -> None:
+    """Raises Refused unless the heads' columns of the product may be put into another order."""
+    program, n = root.program, int(root.gemm.inputs[1].shape[1])
+    start, end = root.columns
+    for output in program.outputs:
+        if output is root.output or output.kind is not Kind.TILE:
+            continue
+        width = program.width(output.value, n)
+        first, last = (c * n // width for c in output.columns or (0, width))
+        if first < end and start < last:
+            raise Refused(f"the same columns of the product are also stored another way (output '{output.name}')")
+    tensors = {p.name for p in program.params[1:] if p.kind is Kind.TILE}
+    values = [root.output.value]
+    values += [str(s.args[0]) for s in program.steps if s.operator.group is Group.REDUCE]
+    for value in values:
+        cone, pairs = _cone(program, value)
+        if tensors & cone or pairs:
+            raise Refused("the epilogue reads a whole tensor or pairs columns already, whose order would change")
+    for param, tensor in zip(program.params[1:], root.gemm.inputs[2:], strict=True):
+        moves = param.kind is Kind.COL and param.name in _cone(program, root.output.value)[0]
+        if moves and constant_value(tensor) is None:
+            raise Refused(f"column operand '{tensor.name}' is not constant: its columns cannot be put into order")
+
+
+def _cone(program: EpilogueProgram, value: str) -> tuple[set[str], bool]:
+    """The values that ``value`` is computed from, and whether columns are paired on the way."""
+    steps = {name: s for s in program.steps for name in s.names}
+    seen: set[str] = set()
+    stack, pairs = [value], False
+    while stack:
+        name = stack.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if name in steps:
+            pairs |= steps[name].operator.group is Group.PAIRWISE
+            stack += [a for a in steps[name].args if isinstance(a, str)]
+    return seen, pairs
+
+
+def _order(root: _Root, pairs: _Pairs) -> list[int]:
+    """Which column of the product is at each place, with the pairs of each head side by side."""
+    order = list(range(int(root.gemm.inputs[1].shape[1])))
+    inner = [c for pair in zip(pairs.first, pairs.second, strict=True) for c in pair]
+    for start in range(*root.columns, root.size):
+        order[start : start + root.size] = [start + c for c in inner]
+    return order
+
+
+def literal(tensor: Tensor) -> float | None:
+    """The number that a constant of one float is."""
+    value = constant_value(tensor)
+    if value is None or value.size != 1 or value.dtype.kind != "f" or np.isnan(value).any():
+        return None
+    return float(value.reshape(-1)[0])
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """How an operand lies on heads: its kind, which element of its columns belongs to each element of a head."""
+
+    param: Param
+    axes: tuple[int, ...]
+    head: tuple[int, ...]
+
+
+def _operand(root: _Root, tensor: Tensor, rank: int) -> _Operand:
+    """How ``tensor`` is combined with heads of ``rank`` dimensions; ``axes`` are those that it does not need."""
+    dims = shape(tensor)
+    described = f"operand '{tensor.name}' of shape {list(map(str, dims))}"
+    padded = (*(1,) * (rank - len(dims)), *dims)
+    head = padded[_LEAD:]
+    if len(dims) > rank or not all(isinstance(d, int) for d in head):
+        raise Refused(f"{described} does not lie on heads")
+    if not same(padded[root.heads_axis], 1):
+        raise Refused(f"{described} differs from head to head")
+    wide = [i for i, d in enumerate(head) if d != 1]
+    if len(wide) > 1:
+        raise Refused(f"{described} has more than one axis of columns")
+    outer = (padded[0], padded[root.rows])
+    keep = wide[0] if wide else len(head) - 1
+    unit = [root.heads_axis, *(_LEAD + i for i in range(len(head)) if i != keep)]
+    axes = tuple(a - rank + len(dims) for a in unit if a >= rank - len(dims))
+    dtype = program_dtype(tensor)
+    sizes = tuple(int(d) for d in head)
+    if all(same(d, 1) for d in outer):
+        if wide and constant_value(tensor) is None:
+            raise Refused(f"{described} is a column, which must be constant")
+        return _Operand(Param("col" if wide else "scalar", Kind.COL if wide else Kind.SCALAR, dtype), axes, sizes)
+    rows = shared_rows(outer, (root.lead[0], root.lead[root.rows]))
+    if rows is None:
+        raise Refused(f"{described} does not lie on the rows {list(map(str, root.lead))}")
+    if not wide:
+        return _Operand(Param("row", Kind.ROW, dtype, rows), axes, sizes)
+    return _Operand(Param("tile", Kind.TILE, dtype, rows, root.size // 2), axes, sizes)
+
+
+class _Joint:
+    """The Gemm's program, growing over the region. The label of an element is (value, pair)."""
+
+    def __init__(self, root: _Root, pairs: _Pairs, pieces: Pieces, editor: GraphEditor) -> None:
+        self._root = root
+        self._pairs = pairs
+        self._pieces = pieces
+        self._editor = editor
+        self.builder = Builder(root.program)
+        self._operands = dict(zip((p.name for p in root.program.params[1:]), root.gemm.inputs[2:], strict=True))
+        self._new: dict[tuple[int, Param], str] = {}
+        self._labels: dict[int, Labels] = {}
+        labels = np.empty(root.size, object)
+        for op, columns in (("even", pairs.first), ("odd", pairs.second)):
+            value = self.builder.add(op, root.output.value)
+            for j, column in enumerate(columns):
+                labels[column] = (value, j)
+        self._labels[id(root.tensor)] = labels.reshape(root.head)
+
+    def add(self, node: gs.Node) -> None:
+        """Appends a node of the region."""
+        if node.op not in ELEMENTWISE:
+            made = moved(node, [self._labels.get(id(t)) for t in node.inputs])
+            assert made is not None, "what joined moves elements"
+            self._labels[id(node.outputs[0])] = made
+            return
+        out = node.outputs[0]
+        labels = np.empty(tuple(int(d) for d in shape(out)[_LEAD:]), object)
+        inside = [np.broadcast_to(self._labels[id(t)], labels.shape) for t in node.inputs if id(t) in self._labels]
+        groups: dict[tuple[object, ...], dict[int, tuple[int, ...]]] = {}
+        for at in np.ndindex(labels.shape):
+            values, (j, *_) = zip(*(a[at] for a in inside), strict=True)
+            for copy in itertools.count():
+                group = groups.setdefault((*values, copy), {})
+                if j not in group:
+                    group[j] = at
+                    break
+        for group in groups.values():
+            value = self._step(node, group, labels.shape)
+            for j, at in group.items():
+                labels[at] = (value, j)
+        self._labels[id(out)] = labels
+
+    def replace(self, graph: gs.Graph, region: _Region, exits: list[gs.Variable], order: list[int]) -> gs.Node:
+        """Puts the joint Gemm in the place of the Gemm and the region."""
+        root, gemm = self._root, self._root.gemm
+        outputs = {o.name: t for o, t in zip(root.program.outputs, gemm.outputs, strict=True)}
+        self.builder.drop_output(root.output.name)
+        del outputs[root.output.name]
+        rotated: dict[str, gs.Variable] = {}
+        for tensor in exits:
+            name = next(f"y{i}" for i in itertools.count() if f"y{i}" not in outputs and f"y{i}" not in rotated)
+            rotated[name] = tensor
+            stored = replace(root.output, name=name, heads=root.size, halves=self._pairs.halves)
+            self.builder.output_like(stored, self._whole(tensor))
+        try:
+            program = self.builder.build(drop_unused_params=True)
+            program.check(len(order))
+        except ShapeError as e:
+            raise Refused(str(e)) from e
+        removed = list(region.nodes) + ([] if root.tensor is root.stored else [root.tensor.inputs[0]])
+        for name, tensor in rotated.items():
+            outputs[name], absorbed = self._target(graph, tensor)
+            removed += absorbed
+        weights = constant_value(gemm.inputs[1])
+        assert weights is not None
+        inputs = [gemm.inputs[0], self._editor.constant(f"{gemm.inputs[1].name}.pairs", weights[:, order])]
+        moved_columns = {p.name for p in root.program.params if p.kind is Kind.COL}
+        for param in program.params[1:]:
+            operand, column = self._operands[param.name], constant_value(self._operands[param.name])
+            if (
+                param.name in moved_columns
+                and column is not None
+                and program.width(param.name, len(order)) == len(order)
+            ):
+                inner = np.broadcast_to(column.reshape(-1), (len(order),))[order]
+                operand = self._editor.constant(f"{operand.name}.pairs", inner)
+            inputs.append(operand)
+        source = sources([gemm, *removed])
+        tensors = [outputs[o.name] for o in program.outputs]
+        remove_nodes(graph, [gemm, *removed])
+        return self._editor.node(
+            "Gemm", inputs, tensors, f"{gemm.name}.rotated", domain=DOMAIN, epilogue=str(program), source=source
+        )
+
+    def _step(self, node: gs.Node, group: dict[int, tuple[int, ...]], size: tuple[int, ...]) -> str:
+        """The value that an elementwise node makes for the elements of ``group``: one of each of some pairs."""
+        args: list[Argument] = []
+        for t in node.inputs:
+            number = literal(t)
+            if id(t) in self._labels:
+                value, _ = np.broadcast_to(self._labels[id(t)], size)[next(iter(group.values()))]
+                args.append(value)
+            else:
+                args.append(number if number is not None else self._piece(t, group, size))
+        op = ELEMENTWISE[node.op]
+        try:
+            if op == "cast":
+                target = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(node.attrs["to"])).name
+                return self.builder.add(op, args[0], to=DTYPES.get(target, target))
+            value = args[0]
+            if node.op not in ("Min", "Max"):
+                return self.builder.add(op, *args)
+            for arg in args[1:]:
+                value = self.builder.add(op, value, arg)
+            return str(value)
+        except ShapeError as e:
+            raise Refused(str(e)) from e
+
+    def _piece(self, tensor: Tensor, group: dict[int, tuple[int, ...]], size: tuple[int, ...]) -> str:
+        """The operand that holds what ``tensor`` has for each pair of ``group``."""
+        lies = _operand(self._root, tensor, len(size) + _LEAD)
+        count = int(np.prod(lies.head))
+        index = np.broadcast_to(np.arange(count).reshape(lies.head), size)
+        rest = min(group.values())
+        columns = [int(index[group.get(j, rest)]) for j in range(self._root.size // 2)]
+        narrow = self._pieces.squeezed(tensor, lies.axes)
+        if lies.param.kind is Kind.SCALAR:
+            piece = self._pieces.squeezed(narrow, range(len(shape(narrow))))
+        elif lies.param.kind is Kind.ROW:
+            piece = narrow
+        else:
+            piece = self._pieces.columns(narrow, columns)
+        key = (id(piece), lies.param)
+        if key not in self._new:
+            if lies.param.kind is Kind.COL:
+                piece = self._column(constant_value(piece), f"{tensor.name}.pairs")
+            self._new[key] = self._declare(lies.param, piece)
+        return self._new[key]
+
+    def _column(self, head: Any, name: str) -> gs.Constant:
+        """A column operand that is ``head`` in each head."""
+        heads = int(self._root.gemm.inputs[1].shape[1]) // self._root.size
+        return self._editor.constant(name, np.tile(np.asarray(head).reshape(-1), heads))
+
+    def _declare(self, param: Param, tensor: Tensor) -> str:
+        name = self.builder.declare(replace(param, name=f"{param.name}{len(self._operands)}"))
+        self._operands[name] = tensor
+        return name
+
+    def _whole(self, tensor: gs.Variable) -> str:
+        """The value of a tensor of all columns."""
+        labels = self._labels[id(tensor)]
+        halves = [self._chosen([labels[c] for c in columns]) for columns in (self._pairs.first, self._pairs.second)]
+        return self.builder.add("interleave", *halves)
+
+    def _chosen(self, labels: list[tuple[str, int]]) -> str:
+        """The value that is that of ``labels[j]`` at each pair j."""
+        if any(pair != j for j, (_, pair) in enumerate(labels)):
+            raise Refused("columns of a head change places")
+        values = list(dict.fromkeys(value for value, _ in labels))
+        chosen = values[0]
+        for value in values[1:]:
+            mask = np.array([v == value for v, _ in labels])
+            name = self._declare(Param("mask", Kind.COL, "bool"), self._column(mask, "pairs.mask"))
+            chosen = self.builder.add("where", name, value, chosen)
+        return chosen
+
+    def _target(self, graph: gs.Graph, tensor: gs.Variable) -> tuple[gs.Variable, list[gs.Node]]:
+        """The tensor ``[B, H, S, D]`` to store in the place of ``tensor``, and the nodes that the store does."""
+        if self._root.rows == 2:
+            return tensor, []
+        users = consumers(tensor)
+        transposes = [u for u in users if u.op == "Transpose" and list(u.attrs["perm"]) == _TO_HEADS]
+        if len(users) == len(transposes) == 1 and not is_output(graph, tensor):
+            return transposes[0].outputs[0], transposes
+        dims = shape(tensor)
+        heads = self._editor.variable(f"{tensor.name}.heads", tensor.dtype, [dims[i] for i in _TO_HEADS])
+        back = self._editor.apply("Transpose", [heads], dims, f"{tensor.name}.rows", perm=_TO_HEADS)
+        self._editor.replace(tensor, back)
+        return heads, []
+
+
+PASS = Pass("rotary", run)
