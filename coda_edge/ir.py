@@ -62,7 +62,9 @@ VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 POINTWISE = (
     frozenset(ELEMENTWISE)
     | VIEWS
-    | frozenset({"Transpose", "Slice", "Concat", "Gather", "GatherND", "Expand", "Range", "ConstantOfShape"})
+    | frozenset({"Transpose", "Slice", "Concat", "Gather", "GatherND", "GatherElements", "Expand", "Tile", "Pad"})
+    | frozenset({"Range", "ConstantOfShape", "OneHot", "EyeLike", "Trilu", "Mod", "IsInf", "Xor"})
+    | frozenset({"BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot"})
 )
 
 

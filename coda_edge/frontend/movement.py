@@ -19,7 +19,7 @@ from ..symbolic import Dim, divide, product
 from .sizes import SizeEmitter, reshape_target
 
 _VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
-_MOVES = (*_VIEWS, "Transpose")
+MOVES = (*_VIEWS, "Transpose")
 # Operators that treat all elements alike, given that any other operand is one number.
 _SCALAR = ("Mul", "Div", "Add", "Sub", "Cast", "Neg", "Not")
 
@@ -167,7 +167,7 @@ def trace(graph: gs.Graph) -> dict[str, View]:
     """Every movement operator's output, by name, as a rearrangement of the source of its chain."""
     views: dict[str, View] = {}
     for node in ir.in_order(graph):
-        if node.domain or node.op not in _MOVES or isinstance(node.inputs[0], gs.Constant):
+        if node.domain or node.op not in MOVES or isinstance(node.inputs[0], gs.Constant):
             continue
         fresh = View.of(node.inputs[0])
         for view in (views.get(node.inputs[0].name, fresh), fresh):
@@ -210,7 +210,7 @@ def compose_movement(graph: gs.Graph) -> int:
     if hoisted:
         # A slice that moved may have been the source of a chain: those are for the next call.
         return count + hoisted
-    ends = [n for n in nodes if n.op in _MOVES and n.outputs and _ends_here(graph, views, n.outputs[0])]
+    ends = [n for n in nodes if n.op in MOVES and n.outputs and _ends_here(graph, views, n.outputs[0])]
     for node in ends:
         out = node.outputs[0]
         view = views[out.name]
@@ -226,7 +226,7 @@ def _ends_here(graph: gs.Graph, views: dict[str, View], out: gs.Variable) -> boo
     if out.name not in views:
         return False
     users = ir.consumers(out)
-    longer = [n for n in users if n.op in _MOVES and n.outputs and n.outputs[0].name in views]
+    longer = [n for n in users if n.op in MOVES and n.outputs and n.outputs[0].name in views]
     return ir.is_output(graph, out) or len(longer) < len(users)
 
 
@@ -235,12 +235,12 @@ def _sink_scalars(graph: gs.Graph) -> int:
     editor = ir.GraphEditor(graph)
     count = 0
     for node in ir.in_order(graph):
-        if node.op not in _MOVES or node.domain:
+        if node.op not in MOVES or node.domain:
             continue
         scalar = ir.made_by(node.inputs[0], *_SCALAR)
         if scalar is None or ir.sole_consumer(graph, node.inputs[0]) is None:
             continue
-        data = next((t for t in scalar.inputs if ir.made_by(t, *_MOVES) is not None), None)
+        data = next((t for t in scalar.inputs if ir.made_by(t, *MOVES) is not None), None)
         others = [t for t in scalar.inputs if t is not data]
         if data is None or len(others) != len(scalar.inputs) - 1 or any(ir.scalar_value(t) is None for t in others):
             continue

@@ -11,7 +11,7 @@ import onnx_graphsurgeon as gs
 
 from .. import ir
 from ..symbolic import Dim, product
-from .movement import Atom, View, plan, trace, write
+from .movement import MOVES, Atom, View, plan, trace, write
 from .sizes import SizeEmitter
 
 _COLUMNWISE = ("Add", "Sub", "Mul", "Div")
@@ -46,7 +46,8 @@ def _behind_product(emitter: SizeEmitter, node: gs.Node, data: gs.Variable, view
     if not groups or not view.axes[-1] or groups == [g for g in view.axes[:-1] if g]:
         return None
     ordered = View(view.root, view.source, [*groups, view.axes[-1]])
-    if len(plan(ordered)) > len(plan(view)):
+    gain = len(plan(view)) - len(plan(ordered))
+    if gain < 0 or (gain == 0 and not _is_rearranged(node)):
         return None
     rows = write(emitter, ordered, data.name)
     width = int(weight.shape[1])
@@ -54,6 +55,19 @@ def _behind_product(emitter: SizeEmitter, node: gs.Node, data: gs.Variable, view
     result = emitter.editor.apply("MatMul", [rows, weight], dims, node.outputs[0].name)
     column = [Atom(width)] if width != 1 else []
     return View(result, [*groups, column], [*view.axes[:-1], column])
+
+
+def _is_rearranged(node: gs.Node) -> bool:
+    """Whether something rearranges the result of ``node``, possibly after operators on its columns."""
+    users = ir.consumers(node.outputs[0])
+    if any(u.op in MOVES for u in users):
+        return True
+    return any(_is_rearranged(u) for u in users if u.op in _COLUMNWISE and _has_column(u))
+
+
+def _has_column(node: gs.Node) -> bool:
+    width = ir.shape(node.outputs[0])[-1]
+    return isinstance(width, int) and any(ir.column_value(t, width) is not None for t in node.inputs)
 
 
 def _source_order(view: View) -> list[list[Atom]]:

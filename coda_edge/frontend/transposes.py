@@ -1,0 +1,77 @@
+"""Transposes that cancel through elementwise operators.
+
+``T₂(f(T₁(a), T₁(b), c))`` is ``f(a, b, T₂(c))`` where T₂ undoes T₁ and ``f`` is any tree of elementwise operators with
+constants ``c``. It happens only if every leaf that is no constant cancels, so it never adds a transpose.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from .. import ir
+from .builder import Builder, decomposition
+
+# Elementwise operators between two transposes: an activation and a residual or two.
+_MOST_NODES = 64
+
+
+@decomposition("Transpose")
+def _cancelled(b: Builder) -> ir.Tensor | None:
+    x = b.node.inputs[0]
+    perm = list(b.attr("perm", None) or range(b.rank())[::-1])
+    source = ir.producer(x)
+    if source is None or source.op not in ir.ELEMENTWISE:
+        return None
+    undone = [perm.index(axis) for axis in range(len(perm))]
+    tree = _tree(source, undone)
+    if tree is None:
+        return None
+    made: dict[str, ir.Tensor] = {}
+    for node in tree:
+        operands = [_operand(b, t, made, perm) for t in node.inputs]
+        made[node.outputs[0].name] = b(node.op, *operands, **node.attrs)
+    return made[x.name]
+
+
+def _tree(root: gs.Node, undone: list[int]) -> list[gs.Node] | None:
+    """The elementwise nodes under ``root`` in order of evaluation; None if a leaf is neither constant nor transposed by ``undone``."""
+    order: list[gs.Node] = []
+    seen: set[int] = set()
+
+    def visit(node: gs.Node) -> bool:
+        if id(node) in seen:
+            return True
+        seen.add(id(node))
+        if len(seen) > _MOST_NODES or len(node.outputs) != 1 or node.domain:
+            return False
+        for tensor in node.inputs:
+            if isinstance(tensor, gs.Constant):
+                continue
+            source = ir.producer(tensor)
+            if source is None or tensor.shape is None or len(tensor.shape) != len(undone):
+                return False
+            if source.op == "Transpose" and not source.domain:
+                if list(source.attrs.get("perm", ())) != undone:
+                    return False
+            elif source.op not in ir.ELEMENTWISE or not visit(source):
+                return False
+        order.append(node)
+        return True
+
+    return order if visit(root) else None
+
+
+def _operand(b: Builder, tensor: ir.Tensor, made: dict[str, ir.Tensor], perm: list[int]) -> ir.Tensor:
+    """``tensor`` in the order that the cancelled transpose gives."""
+    if tensor.name in made:
+        return made[tensor.name]
+    value = ir.constant_value(tensor)
+    if value is None:
+        (source,) = tensor.inputs
+        kept: ir.Tensor = source.inputs[0]
+        return kept
+    if value.size == 1:
+        return tensor
+    full = value.reshape([1] * (len(perm) - value.ndim) + list(value.shape))
+    return b.editor.constant(f"{tensor.name}.turned", np.ascontiguousarray(full.transpose(perm)))

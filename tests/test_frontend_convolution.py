@@ -1,0 +1,164 @@
+"""Convolutions as matrix products: equal to onnxruntime's Conv, and without a transpose where the model undoes it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy.typing as npt
+import onnx
+import pytest
+from coda_edge.passes import PIPELINE
+from onnx import TensorProto, helper
+from rewriting import model, normal, rewrite
+
+Array = npt.NDArray[Any]
+
+
+def _conv(weight: Array, dims: list[Any], bias: bool = True, **attributes: Any) -> onnx.ModelProto:
+    """``y = Conv(x)`` with constant weights; the output's sizes are left open."""
+    tensors = [onnx.numpy_helper.from_array(weight, "w")]
+    if bias:
+        tensors.append(onnx.numpy_helper.from_array(normal(weight.shape[0], seed=1), "b"))
+    graph = helper.make_graph(
+        [helper.make_node("Conv", ["x", "w", "b"][: 2 + bias], ["y"], name="conv", **attributes)],
+        "conv",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, dims)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [None] * len(dims))],
+        tensors,
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+# (shape of the weights, attributes, shape of the input as declared, shapes fed)
+CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], list[Any], list[tuple[int, ...]]]] = {
+    "1×1": ((5, 3, 1, 1), {}, ["n", 3, "h", "w"], [(1, 3, 4, 7), (3, 3, 1, 5)]),
+    "1×1 with strides": ((5, 3, 1, 1), {"strides": [2, 3]}, ["n", 3, "h", "w"], [(2, 3, 5, 7), (1, 3, 6, 6)]),
+    "1-D, kernel 1": ((5, 3, 1), {}, ["n", 3, "t"], [(2, 3, 9)]),
+    "1×1 with padding": ((5, 3, 1, 1), {"pads": [1, 0, 0, 2]}, ["n", 3, "h", "w"], [(2, 3, 4, 5)]),
+    "patches": ((6, 3, 4, 2), {"strides": [4, 2]}, ["n", 3, 12, 10], [(1, 3, 12, 10), (3, 3, 12, 10)]),
+    "patches of dynamic images": (
+        (6, 3, 4, 2),
+        {"strides": [4, 2]},
+        ["n", 3, "h", "w"],
+        [(2, 3, 12, 10), (1, 3, 15, 9)],
+    ),
+    "patches with a rest": ((6, 3, 4, 4), {"strides": [4, 4]}, ["n", 3, 14, 9], [(2, 3, 14, 9)]),
+    "1-D patches": ((6, 3, 5), {"strides": [5]}, ["n", 3, "t"], [(2, 3, 23)]),
+    "kernel 3": ((6, 4, 3), {"pads": [1, 1]}, ["n", 4, "t"], [(2, 4, 11), (1, 4, 1)]),
+    "kernel 3, stride 2": ((6, 4, 3), {"pads": [1, 1], "strides": [2]}, ["n", 4, "t"], [(2, 4, 11), (1, 4, 8)]),
+    "dilated": ((6, 4, 3), {"pads": [2, 2], "dilations": [2]}, ["n", 4, "t"], [(2, 4, 11), (1, 4, 5)]),
+    "uneven padding": ((6, 4, 4), {"pads": [3, 0]}, ["n", 4, "t"], [(2, 4, 11)]),
+    "3×3, stride 2": (
+        (6, 3, 3, 3),
+        {"pads": [1, 1, 1, 1], "strides": [2, 2]},
+        ["n", 3, "h", "w"],
+        [(2, 3, 9, 8), (1, 3, 3, 3)],
+    ),
+    "same, upper": ((6, 4, 4), {"auto_pad": "SAME_UPPER"}, ["n", 4, "t"], [(2, 4, 11)]),
+    "same, lower, stride 2": ((6, 4, 3), {"auto_pad": "SAME_LOWER", "strides": [2]}, ["n", 4, 10], [(2, 4, 10)]),
+    "valid": ((6, 4, 3), {"auto_pad": "VALID"}, ["n", 4, "t"], [(2, 4, 11)]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_conv_is_a_gemm(name: str) -> None:
+    shape, attributes, dims, fed = CASES[name]
+    done = rewrite(_conv(normal(*shape), dims, **attributes), PIPELINE)
+    assert "Conv" not in done.ops()
+    assert done.ops()["Gemm"] == 1
+    for feed in fed:
+        assert done.error({"x": normal(*feed, seed=2)}) < 1e-6
+
+
+KEPT: dict[str, tuple[tuple[int, ...], dict[str, Any], list[Any]]] = {
+    "groups": ((6, 1, 3), {"group": 6, "pads": [1, 1]}, ["n", 6, "t"]),
+    "many taps": ((6, 3, 3, 3), {"pads": [1, 1, 1, 1]}, ["n", 3, "h", "w"]),
+    "padding by a dynamic size": ((6, 3, 3), {"auto_pad": "SAME_UPPER", "strides": [2]}, ["n", 3, "t"]),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_conv_is_kept(name: str) -> None:
+    shape, attributes, dims = KEPT[name]
+    assert rewrite(_conv(normal(*shape), dims, **attributes), PIPELINE).ops() == Counter({"Conv": 1})
+
+
+def test_patch_embedding_needs_one_gather_and_one_gemm() -> None:
+    """The layout that the convolution gives is turned by the model into rows: nothing of that is left."""
+    m = model(
+        """
+        g (float[n, 3, 8, 12] x) => (float[n, 6, 16] y) <int64[3] flat = {0, 16, -1}> {
+            image = Conv <kernel_shape = [4, 4], strides = [4, 4]> (x, w, b)
+            grid = Reshape (image, flat)
+            rows = Transpose <perm = [0, 2, 1]> (grid)
+            y = Add (rows, position)
+        }
+        """,
+        {"w": normal(16, 3, 4, 4), "b": normal(16, seed=1), "position": normal(1, 6, 16, seed=2)},
+    )
+    done = rewrite(m, PIPELINE)
+    kernels = done.ops()
+    assert kernels["Gemm"] == 1
+    assert kernels["Map"] == 1
+    assert not set(kernels) - {"Gemm", "Map", "Reshape"}
+    assert done.error({"x": normal(3, 3, 8, 12)}) < 1e-6
+
+
+def test_activation_and_residual_between_convolutions_cross_no_transpose() -> None:
+    m = model(
+        """
+        g (float[n, 4, t] x) => (float[n, t, 6] y) <float half = {0.5}> {
+            a = Conv <kernel_shape = [3], pads = [1, 1]> (x, w1, b)
+            gate = Sigmoid (a)
+            c = Mul (a, gate)
+            d = Conv <kernel_shape = [3], pads = [1, 1]> (c, w2, b)
+            e = Add (d, c)
+            f = Mul (e, half)
+            g = Add (f, channel)
+            y = Transpose <perm = [0, 2, 1]> (g)
+        }
+        """,
+        {
+            "w1": normal(6, 4, 3),
+            "w2": normal(6, 6, 3, seed=1),
+            "b": normal(6, seed=2),
+            "channel": normal(6, 1, seed=3),
+        },
+    )
+    done = rewrite(m, PIPELINE)
+    assert done.ops() == Counter({"Gemm": 2, "Map": 2})
+    inside = [n.op for node in done.graph.nodes if node.op == "Map" for n in node.attrs["body"].nodes]
+    assert inside.count("Transpose") == 1
+    for shape in ((1, 4, 1), (3, 4, 7)):
+        assert done.error({"x": normal(*shape)}) < 1e-6
+
+
+def test_transposes_that_do_not_undo_each_other_stay() -> None:
+    m = model(
+        """
+        g (float[2, 3, 4] x) => (float[3, 4, 2] y) {
+            a = Transpose <perm = [2, 0, 1]> (x)
+            b = Tanh (a)
+            y = Transpose <perm = [2, 0, 1]> (b)
+        }
+        """
+    )
+    done = rewrite(m, [])
+    assert done.error({"x": normal(2, 3, 4)}) < 1e-6
+    assert done.ops()["Tanh"] == 1
+
+
+def test_an_operand_that_is_not_transposed_keeps_the_transpose() -> None:
+    m = model(
+        """
+        g (float[2, 3, 4] x, float[2, 4, 3] z) => (float[2, 3, 4] y) {
+            a = Transpose <perm = [0, 2, 1]> (x)
+            b = Add (a, z)
+            y = Transpose <perm = [0, 2, 1]> (b)
+        }
+        """
+    )
+    done = rewrite(m, [])
+    assert done.ops() == Counter({"Transpose": 2, "Add": 1})
+    assert done.error({"x": normal(2, 3, 4), "z": normal(2, 4, 3, seed=1)}) < 1e-6
