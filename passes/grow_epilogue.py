@@ -10,7 +10,8 @@ Rule: an operator joins the epilogue when one of its operands is in the epilogue
 
 An operand that elementwise operators make from one stored tensor, rows and columns is computed again in the tile and never stored:
 so a post-norm residual is rebuilt from the raw tensor and its row statistics. A value that is read outside is an output. If all who
-read it take a range of columns, or split heads (Reshape ``[B,S,H,D]``, Transpose to ``[B,H,S,D]``), the store does that.
+read it take a range of columns, or split heads (Reshape ``[B,S,H,D]``, Transpose to ``[B,H,S,D]``, also with axes of 1 between or
+as the only head), the store does that.
 
 Conditions: the weights are a constant ``[K, N]``; the left operand has at least two dimensions.
 Refused, with the operand named: operands that broadcast over some columns, or over rows in another way; weights of more than two
@@ -19,13 +20,16 @@ dimensions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from coda_edge.ir import (
     DOMAIN,
     ELEMENTWISE,
+    VIEWS,
     GraphEditor,
     column_range,
     constant_value,
@@ -39,6 +43,7 @@ from coda_edge.ir import (
     shape,
     sort,
 )
+from coda_edge.symbolic import Dim, same
 
 from .base import Pass, PassLog, sources
 from .region import Refused, Region, row_kind
@@ -96,7 +101,7 @@ def _rewrite(graph: gs.Graph, editor: GraphEditor, matmul: gs.Node, log: PassLog
             region.builder.output(name, growth.rows[id(tensor)][1])
             outputs.append(tensor)
         elif is_output(graph, tensor) or any(id(u) not in inside for u in consumers(tensor)):
-            for store in _stores(graph, tensor, inside):
+            for store in _stores(editor, tensor, inside):
                 region.builder.output(f"y{len(outputs)}", region.value(tensor), store.columns, store.heads)
                 outputs.append(store.tensor)
                 absorbed += store.nodes
@@ -141,45 +146,73 @@ def _join(region: Region, growth: _Growth, node: gs.Node) -> bool:
     return True
 
 
-def _stores(graph: gs.Graph, tensor: gs.Variable, inside: set[int]) -> list[_Store]:
+def _stores(editor: GraphEditor, tensor: gs.Variable, inside: set[int]) -> list[_Store]:
     """How ``tensor`` is written: as it is, or as the column ranges and head layouts that its readers take."""
+    graph = editor.graph
     whole = [_Store(tensor)]
     readers = [u for u in consumers(tensor) if id(u) not in inside]
     if is_output(graph, tensor) or not readers:
         return whole
-    stores: list[_Store] = []
+    found: list[tuple[tuple[int, int] | None, gs.Variable, tuple[gs.Node, ...], tuple[gs.Node, ...] | None]] = []
     for reader in readers:
         columns = column_range(reader)
         if columns is None:
             split = _heads(graph, tensor, reader)
             if split is None:
                 return whole
-            stores.append(_Store(split.outputs[0], None, int(shape(split.outputs[0])[-1]), (reader, split)))
+            found.append((None, tensor, (), split))
             continue
         part = reader.outputs[0]
         splits = [] if is_output(graph, part) else [_heads(graph, part, u) for u in consumers(part)]
-        if len(splits) == 1 and splits[0] is not None:
-            (reshape,) = consumers(part)
-            heads = splits[0].outputs[0]
-            stores.append(_Store(heads, columns, int(shape(heads)[-1]), (reader, reshape, splits[0])))
-        else:
-            stores.append(_Store(part, columns, None, (reader,)))
-    return stores
+        found.append((columns, part, (reader,), splits[0] if len(splits) == 1 else None))
+    return [
+        _Store(part, columns, None, nodes) if split is None else _store_heads(editor, columns, part, (*nodes, *split))
+        for columns, part, nodes, split in found
+    ]
 
 
-def _heads(graph: gs.Graph, tensor: gs.Variable, reshape: gs.Node) -> gs.Node | None:
-    """The Transpose to ``[B,H,S,D]``, if ``reshape`` splits ``[B,S,H·D]`` and all it feeds is that."""
+def _store_heads(
+    editor: GraphEditor, columns: tuple[int, int] | None, tensor: gs.Variable, nodes: tuple[gs.Node, ...]
+) -> _Store:
+    """``tensor`` stored as the last of ``nodes`` lays it out; axes of 1 within that are a view of what is stored."""
+    out = nodes[-1].outputs[0]
+    (batch, rows, width), size = shape(tensor), int(shape(out)[-1])
+    dims = (batch, width // size, rows, size)
+    if len(shape(out)) == len(dims):
+        return _Store(out, columns, size, nodes)
+    heads = editor.variable(f"{out.name}.heads", out.dtype, dims)
+    axes = np.array([i for i, d in enumerate(shape(out)) if same(d, 1)])
+    view = editor.apply("Unsqueeze", [heads, editor.constant(f"{out.name}.axes", axes)], shape(out), f"{out.name}.view")
+    editor.replace(out, view)
+    return _Store(heads, columns, size, nodes)
+
+
+def _heads(graph: gs.Graph, tensor: gs.Variable, reshape: gs.Node) -> tuple[gs.Node, ...] | None:
+    """The nodes that lay ``tensor`` ``[B,S,H·D]`` out as ``[B,H,S,D]``, beginning with ``reshape``, if that is all it feeds.
+
+    Axes of 1 may stand anywhere but at the ends; with one head the Reshape alone does it.
+    """
     dims = shape(tensor)
-    if reshape.op != "Reshape" or len(dims) != 3:
+    if reshape.op not in VIEWS or len(dims) != 3:
         return None
     out = reshape.outputs[0]
     split = shape(out)
-    if len(split) != 4 or not same_shape(split[:2], dims[:2]) or not isinstance(split[3], int):
+    if same_shape(split, (dims[0], 1, *dims[1:])):
+        return (reshape,)
+    wide = [i for i, d in enumerate(split) if i < 2 or not same(d, 1)]
+    if len(wide) != 4 or not same_shape(split[:2], dims[:2]) or not isinstance(split[wide[3]], int):
         return None
     users = consumers(out)
     if len(users) != 1 or is_output(graph, out) or users[0].op != "Transpose":
         return None
-    return users[0] if list(users[0].attrs["perm"]) == [0, 2, 1, 3] else None
+    perm = [int(p) for p in users[0].attrs["perm"]]
+    moved = [wide.index(p) for p in perm if p in wide]
+    plain = moved == [0, 2, 1, 3] and perm[-1] == wide[3] and perm[0] == 0
+    return (reshape, users[0]) if plain and (len(perm) == 4 or not _any_one(dims[:2])) else None
+
+
+def _any_one(dims: Sequence[Dim]) -> bool:
+    return any(same(d, 1) for d in dims)
 
 
 PASS = Pass("grow_epilogue", run)

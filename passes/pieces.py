@@ -11,11 +11,13 @@ import onnx_graphsurgeon as gs
 
 from coda_edge.ir import (
     ELEMENTWISE,
+    VIEWS,
     GraphEditor,
     Tensor,
     constant_value,
     made_by,
     producer,
+    same_shape,
     shape,
 )
 from coda_edge.symbolic import Dim, same
@@ -50,12 +52,9 @@ class Pieces:
         value = constant_value(tensor)
         if value is not None:
             return self._constant(tensor, np.squeeze(value, tuple(axes)))
-        node = made_by(tensor, "Unsqueeze")
-        inserted = constant_value(node.inputs[1]) if node is not None and len(node.inputs) == 2 else None
-        if node is not None and inserted is not None:
-            rank = len(shape(tensor))
-            if sorted(int(a) % rank for a in inserted.reshape(-1)) == sorted(axes):
-                return node.inputs[0]
+        node = made_by(tensor, *VIEWS)
+        if node is not None and same_shape(shape(node.inputs[0]), dims):
+            return node.inputs[0]
         return self._node("Squeeze", [tensor, self._ints(axes)], dims, tensor)
 
     def _columns(self, tensor: Tensor, columns: tuple[int, ...]) -> Tensor:
@@ -104,6 +103,17 @@ class Pieces:
         dims = (*shape(node.outputs[0])[:-1], len(columns))
         return self._node("Gather", [self.columns(table, columns), rows], dims, node.outputs[0], **node.attrs)
 
+    def _unsqueeze(self, node: gs.Node, columns: tuple[int, ...]) -> Tensor | None:
+        """Through a view that only inserts axes of 1, before the last one."""
+        x, out = node.inputs[0], node.outputs[0]
+        dims, before = shape(out), shape(x)
+        kept = [i for i, d in enumerate(dims) if not same(d, 1)]
+        if len(before) >= len(dims) or not before or not same_shape([dims[i] for i in kept], before):
+            return None
+        axes = [i for i in range(len(dims)) if i not in kept]
+        inner = self.columns(x, columns)
+        return self._node("Unsqueeze", [inner, self._ints(axes)], (*dims[:-1], len(columns)), out)
+
     def _select(self, tensor: Tensor, columns: tuple[int, ...]) -> Tensor:
         dims = (*shape(tensor)[:-1], len(columns))
         last = len(dims) - 1
@@ -138,4 +148,5 @@ _RULES = {
     **dict.fromkeys(ELEMENTWISE, Pieces._elementwise),
     "Concat": Pieces._concat,
     "Gather": Pieces._gather,
+    **dict.fromkeys(VIEWS, Pieces._unsqueeze),
 }

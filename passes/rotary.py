@@ -1,8 +1,8 @@
 """A rotary embedding, however it is spelled, joins the epilogue of the Gemm that makes the heads it rotates.
 
 Rule: let x be an output of a Gemm in heads, ``[B, H, S, D]`` or ``[B, S, H, D]``. Elementwise operators and operators that only move
-elements within a head (Slice, Concat, Gather, Reshape, Unsqueeze, Transpose of the axes behind the heads) make of x tensors each of
-whose elements depends on some columns of the head. If these columns fall into pairs, all of it is elementwise on two half-wide values: the
+heads, or elements within a head (Slice, Concat, Gather, Reshape, Unsqueeze, Transpose), make of x tensors each of whose elements
+depends on some columns of the head. If these columns fall into pairs, all of it is elementwise on two half-wide values: the
 columns of the weights are put into the order of the pairs, the epilogue computes on ``even`` and ``odd``, and ``interleave``s. The
 operands (cosines, sines) become tiles of D/2 columns which all heads share.
 
@@ -55,7 +55,7 @@ from .region import DTYPES, Refused, program_dtype, shared_rows
 
 _LEAD = 3
 """Axes before those of a head."""
-_TO_HEADS = [0, 2, 1, 3]
+_SWAP = [0, 2, 1]
 
 Labels = npt.NDArray[Any]
 """For each element of a head what it is: an object array of the shape of the axes behind the heads."""
@@ -63,7 +63,7 @@ Labels = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class _Root:
-    """The heads: ``output`` of ``gemm``, seen as ``tensor`` by what follows. ``rows``: the axis of S; the other one is that of H."""
+    """The heads: ``output`` of ``gemm``, seen as ``tensor`` by what follows, where axis ``rows`` is S and the other one H."""
 
     gemm: gs.Node
     program: EpilogueProgram
@@ -72,15 +72,10 @@ class _Root:
     tensor: gs.Variable
     rows: int
 
-    @property
-    def heads_axis(self) -> int:
-        """The axis of H."""
-        return 3 - self.rows
-
-    @property
-    def lead(self) -> tuple[Dim, ...]:
-        """The dimensions before those of a head."""
-        return shape(self.tensor)[:_LEAD]
+    def lead(self, rows: int) -> tuple[Dim, ...]:
+        """The dimensions before those of a head, where axis ``rows`` is S."""
+        dims = shape(self.tensor)[:_LEAD]
+        return dims if rows == self.rows else tuple(dims[i] for i in _SWAP)
 
     @property
     def head(self) -> tuple[int, ...]:
@@ -100,10 +95,14 @@ class _Root:
 
 @dataclass
 class _Region:
-    """The nodes that join, in order; which columns of the head each element of their results depends on; why others stay."""
+    """The nodes that join, in order, and why others stay.
+
+    ``depends``: which columns of the head each element of a result depends on. ``rows``: which axis of a result is S.
+    """
 
     nodes: list[gs.Node]
     depends: dict[int, Labels]
+    rows: dict[int, int]
     reasons: list[str] = field(default_factory=list)
 
 
@@ -168,6 +167,8 @@ def _rewrite(graph: gs.Graph, editor: GraphEditor, pieces: Pieces, root: _Root) 
     region = _grow(graph, root)
     pairs = _pairs(root.size, region)
     if pairs is None:
+        if region.reasons and any(n.op in ("Slice", "Concat", "Gather") for n in region.nodes):
+            raise Refused(region.reasons[0])
         return None
     exits = _exits(graph, root, region)
     columns = root.columns
@@ -175,17 +176,17 @@ def _rewrite(graph: gs.Graph, editor: GraphEditor, pieces: Pieces, root: _Root) 
         raise Refused(f"columns {columns} of the product are no whole heads of {root.size}")
     _check_columns_move(root)
     order = _order(root, pairs)
-    joint = _Joint(root, pairs, pieces, editor)
+    joint = _Joint(root, region, pairs, pieces, editor)
     for node in region.nodes:
         joint.add(node)
-    return joint.replace(graph, region, exits, order)
+    return joint.replace(graph, exits, order)
 
 
 def _grow(graph: gs.Graph, root: _Root) -> _Region:
     """All that follows the heads and stays within a head."""
     columns = np.empty(root.size, object)
     columns[:] = [frozenset([c]) for c in range(root.size)]
-    region = _Region([], {id(root.tensor): columns.reshape(root.head)})
+    region = _Region([], {id(root.tensor): columns.reshape(root.head)}, {id(root.tensor): root.rows})
     after = descendants(root.gemm)
     for node in in_order(graph):
         if node.domain or not any(id(t) in region.depends for t in node.inputs):
@@ -198,6 +199,9 @@ def _grow(graph: gs.Graph, root: _Root) -> _Region:
         if made is not None:
             region.nodes.append(node)
             region.depends[id(node.outputs[0])] = made
+            rows = next(region.rows[id(t)] for t in node.inputs if id(t) in region.rows)
+            swaps = node.op == "Transpose" and [int(p) for p in node.attrs["perm"]][:_LEAD] == _SWAP
+            region.rows[id(node.outputs[0])] = 3 - rows if swaps else rows
     return region
 
 
@@ -206,16 +210,19 @@ def _joined(root: _Root, region: _Region, node: gs.Node, after: set[int]) -> Lab
     if node.op not in ELEMENTWISE:
         return moved(node, [region.depends.get(id(t)) for t in node.inputs])
     out = shape(node.outputs[0])
-    if not same_shape(out[:_LEAD], root.lead) or not all(isinstance(d, int) for d in out[_LEAD:]):
-        raise Refused("its result is no heads")
     inside = [t for t in node.inputs if id(t) in region.depends]
+    rows = region.rows[id(inside[0])]
+    if any(region.rows[id(t)] != rows for t in inside):
+        raise Refused("its operands have their heads on different axes")
+    if not same_shape(out[:_LEAD], root.lead(rows)) or not all(isinstance(d, int) for d in out[_LEAD:]):
+        raise Refused("its result is no heads")
     if any(len(shape(t)) != len(out) for t in inside):
         raise Refused("its operands have different ranks")
     for t in node.inputs:
         if id(t) not in region.depends and literal(t) is None:
             if t.inputs and id(t.inputs[0]) in after:
                 raise Refused(f"operand '{t.name}' depends on the whole result of the product")
-            _operand(root, t, len(out))
+            _operand(root, rows, t, len(out))
     made = np.empty(tuple(int(d) for d in out[_LEAD:]), object)
     arrays = [np.broadcast_to(region.depends[id(t)], made.shape) for t in inside]
     for at in np.ndindex(made.shape):
@@ -229,14 +236,15 @@ def moved(node: gs.Node, arrays: Sequence[Labels | None]) -> Labels | None:
     if first is None or len(out) <= _LEAD or not all(isinstance(d, int) for d in out[_LEAD:]):
         return None
     dims = shape(node.inputs[0])
+    if node.op == "Transpose":
+        perm = [int(p) for p in node.attrs["perm"]]
+        inner = [p - _LEAD for p in perm[_LEAD:]]
+        return first.transpose(inner) if perm[:_LEAD] in ([0, 1, 2], _SWAP) else None
     if not same_shape(out[:_LEAD], dims[:_LEAD]):
         return None
     size = tuple(int(d) for d in out[_LEAD:])
     if node.op in ("Reshape", "Unsqueeze", "Squeeze"):
         return first.reshape(size)
-    if node.op == "Transpose":
-        perm = [int(p) for p in node.attrs["perm"]]
-        return first.transpose([p - _LEAD for p in perm[_LEAD:]]) if perm[:_LEAD] == [0, 1, 2] else None
     if node.op == "Concat":
         axis = int(node.attrs["axis"]) % len(out) - _LEAD
         known = [a for a in arrays if a is not None]
@@ -310,7 +318,7 @@ def _exits(graph: gs.Graph, root: _Root, region: _Region) -> list[gs.Variable]:
         if is_output(graph, t) or any(id(u) not in inside for u in consumers(t))
     ]
     for t in exits:
-        if not same_shape(shape(t), (*root.lead, root.size)):
+        if not same_shape(shape(t), (*root.lead(region.rows[id(t)]), root.size)):
             reason = "; ".join(region.reasons[:1])
             raise Refused(f"a part of the heads is read elsewhere (tensor '{t.name}'){': ' + reason if reason else ''}")
     return exits
@@ -375,55 +383,61 @@ def literal(tensor: Tensor) -> float | None:
 
 @dataclass(frozen=True)
 class _Operand:
-    """How an operand lies on heads: its kind, which element of its columns belongs to each element of a head."""
+    """How an operand lies on heads: ``axes`` of 1 that it does not need, and its dimensions ``head`` behind the heads."""
 
     param: Param
     axes: tuple[int, ...]
     head: tuple[int, ...]
 
 
-def _operand(root: _Root, tensor: Tensor, rank: int) -> _Operand:
-    """How ``tensor`` is combined with heads of ``rank`` dimensions; ``axes`` are those that it does not need."""
+def _operand(root: _Root, rows: int, tensor: Tensor, rank: int) -> _Operand:
+    """How ``tensor`` is combined with heads of ``rank`` dimensions of which axis ``rows`` is S."""
     dims = shape(tensor)
     described = f"operand '{tensor.name}' of shape {list(map(str, dims))}"
     padded = (*(1,) * (rank - len(dims)), *dims)
     head = padded[_LEAD:]
     if len(dims) > rank or not all(isinstance(d, int) for d in head):
         raise Refused(f"{described} does not lie on heads")
-    if not same(padded[root.heads_axis], 1):
+    if not same(padded[3 - rows], 1):
         raise Refused(f"{described} differs from head to head")
     wide = [i for i, d in enumerate(head) if d != 1]
     if len(wide) > 1:
         raise Refused(f"{described} has more than one axis of columns")
-    outer = (padded[0], padded[root.rows])
+    lead = root.lead(rows)
+    outer = (padded[0], padded[rows])
     keep = wide[0] if wide else len(head) - 1
-    unit = [root.heads_axis, *(_LEAD + i for i in range(len(head)) if i != keep)]
+    unit = [3 - rows, *(_LEAD + i for i in range(len(head)) if i != keep)]
     axes = tuple(a - rank + len(dims) for a in unit if a >= rank - len(dims))
     dtype = program_dtype(tensor)
     sizes = tuple(int(d) for d in head)
     if all(same(d, 1) for d in outer):
         if wide and constant_value(tensor) is None:
             raise Refused(f"{described} is a column, which must be constant")
-        return _Operand(Param("col" if wide else "scalar", Kind.COL if wide else Kind.SCALAR, dtype), axes, sizes)
-    rows = shared_rows(outer, (root.lead[0], root.lead[root.rows]))
-    if rows is None:
-        raise Refused(f"{described} does not lie on the rows {list(map(str, root.lead))}")
+        return _Operand(
+            Param((Kind.COL if wide else Kind.SCALAR).value, Kind.COL if wide else Kind.SCALAR, dtype), axes, sizes
+        )
+    which = shared_rows(outer, (lead[0], lead[rows]))
+    if which is None:
+        raise Refused(f"{described} does not lie on the rows {list(map(str, lead))}")
     if not wide:
-        return _Operand(Param("row", Kind.ROW, dtype, rows), axes, sizes)
-    return _Operand(Param("tile", Kind.TILE, dtype, rows, root.size // 2), axes, sizes)
+        return _Operand(Param(Kind.ROW.value, Kind.ROW, dtype, which), axes, sizes)
+    return _Operand(Param(Kind.TILE.value, Kind.TILE, dtype, which, root.size // 2), axes, sizes)
 
 
 class _Joint:
     """The Gemm's program, growing over the region. The label of an element is (value, pair)."""
 
-    def __init__(self, root: _Root, pairs: _Pairs, pieces: Pieces, editor: GraphEditor) -> None:
+    def __init__(self, root: _Root, region: _Region, pairs: _Pairs, pieces: Pieces, editor: GraphEditor) -> None:
         self._root = root
+        self._region = region
         self._pairs = pairs
         self._pieces = pieces
         self._editor = editor
         self.builder = Builder(root.program)
         self._operands = dict(zip((p.name for p in root.program.params[1:]), root.gemm.inputs[2:], strict=True))
-        self._new: dict[tuple[int, Param], str] = {}
+        self._named = {
+            (id(self._operands[p.name]), replace(p, name=p.kind.value)): p.name for p in root.program.params[1:]
+        }
         self._labels: dict[int, Labels] = {}
         labels = np.empty(root.size, object)
         for op, columns in (("even", pairs.first), ("odd", pairs.second)):
@@ -456,7 +470,7 @@ class _Joint:
                 labels[at] = (value, j)
         self._labels[id(out)] = labels
 
-    def replace(self, graph: gs.Graph, region: _Region, exits: list[gs.Variable], order: list[int]) -> gs.Node:
+    def replace(self, graph: gs.Graph, exits: list[gs.Variable], order: list[int]) -> gs.Node:
         """Puts the joint Gemm in the place of the Gemm and the region."""
         root, gemm = self._root, self._root.gemm
         outputs = {o.name: t for o, t in zip(root.program.outputs, gemm.outputs, strict=True)}
@@ -473,10 +487,8 @@ class _Joint:
             program.check(len(order))
         except ShapeError as e:
             raise Refused(str(e)) from e
-        removed = list(region.nodes) + ([] if root.tensor is root.stored else [root.tensor.inputs[0]])
-        for name, tensor in rotated.items():
-            outputs[name], absorbed = self._target(graph, tensor)
-            removed += absorbed
+        removed = list(self._region.nodes) + ([] if root.tensor is root.stored else [root.tensor.inputs[0]])
+        outputs |= {name: self._target(tensor) for name, tensor in rotated.items()}
         weights = constant_value(gemm.inputs[1])
         assert weights is not None
         inputs = [gemm.inputs[0], self._editor.constant(f"{gemm.inputs[1].name}.pairs", weights[:, order])]
@@ -500,6 +512,7 @@ class _Joint:
 
     def _step(self, node: gs.Node, group: dict[int, tuple[int, ...]], size: tuple[int, ...]) -> str:
         """The value that an elementwise node makes for the elements of ``group``: one of each of some pairs."""
+        rows = self._region.rows[id(node.outputs[0])]
         args: list[Argument] = []
         for t in node.inputs:
             number = literal(t)
@@ -507,7 +520,7 @@ class _Joint:
                 value, _ = np.broadcast_to(self._labels[id(t)], size)[next(iter(group.values()))]
                 args.append(value)
             else:
-                args.append(number if number is not None else self._piece(t, group, size))
+                args.append(number if number is not None else self._piece(t, rows, group, size))
         op = ELEMENTWISE[node.op]
         try:
             if op == "cast":
@@ -522,26 +535,27 @@ class _Joint:
         except ShapeError as e:
             raise Refused(str(e)) from e
 
-    def _piece(self, tensor: Tensor, group: dict[int, tuple[int, ...]], size: tuple[int, ...]) -> str:
+    def _piece(self, tensor: Tensor, rows: int, group: dict[int, tuple[int, ...]], size: tuple[int, ...]) -> str:
         """The operand that holds what ``tensor`` has for each pair of ``group``."""
-        lies = _operand(self._root, tensor, len(size) + _LEAD)
+        lies = _operand(self._root, rows, tensor, len(size) + _LEAD)
         count = int(np.prod(lies.head))
         index = np.broadcast_to(np.arange(count).reshape(lies.head), size)
         rest = min(group.values())
         columns = [int(index[group.get(j, rest)]) for j in range(self._root.size // 2)]
-        narrow = self._pieces.squeezed(tensor, lies.axes)
         if lies.param.kind is Kind.SCALAR:
-            piece = self._pieces.squeezed(narrow, range(len(shape(narrow))))
+            piece = self._pieces.squeezed(tensor, range(len(shape(tensor))))
         elif lies.param.kind is Kind.ROW:
-            piece = narrow
+            piece = self._pieces.squeezed(tensor, lies.axes)
+        elif lies.head[-1] == 1:
+            piece = self._pieces.columns(self._pieces.squeezed(tensor, lies.axes), columns)
         else:
-            piece = self._pieces.columns(narrow, columns)
+            piece = self._pieces.squeezed(self._pieces.columns(tensor, columns), lies.axes)
         key = (id(piece), lies.param)
-        if key not in self._new:
+        if key not in self._named:
             if lies.param.kind is Kind.COL:
                 piece = self._column(constant_value(piece), f"{tensor.name}.pairs")
-            self._new[key] = self._declare(lies.param, piece)
-        return self._new[key]
+            self._named[key] = self._declare(lies.param, piece)
+        return self._named[key]
 
     def _column(self, head: Any, name: str) -> gs.Constant:
         """A column operand that is ``head`` in each head."""
@@ -571,19 +585,15 @@ class _Joint:
             chosen = self.builder.add("where", name, value, chosen)
         return chosen
 
-    def _target(self, graph: gs.Graph, tensor: gs.Variable) -> tuple[gs.Variable, list[gs.Node]]:
-        """The tensor ``[B, H, S, D]`` to store in the place of ``tensor``, and the nodes that the store does."""
-        if self._root.rows == 2:
-            return tensor, []
-        users = consumers(tensor)
-        transposes = [u for u in users if u.op == "Transpose" and list(u.attrs["perm"]) == _TO_HEADS]
-        if len(users) == len(transposes) == 1 and not is_output(graph, tensor):
-            return transposes[0].outputs[0], transposes
-        dims = shape(tensor)
-        heads = self._editor.variable(f"{tensor.name}.heads", tensor.dtype, [dims[i] for i in _TO_HEADS])
-        back = self._editor.apply("Transpose", [heads], dims, f"{tensor.name}.rows", perm=_TO_HEADS)
+    def _target(self, tensor: gs.Variable) -> gs.Variable:
+        """The tensor ``[B, H, S, D]`` to store; ``tensor`` itself, unless its axes have another order."""
+        if self._region.rows[id(tensor)] == 2:
+            return tensor
+        dims, order = shape(tensor), [*_SWAP, _LEAD]
+        heads = self._editor.variable(f"{tensor.name}.heads", tensor.dtype, [dims[i] for i in order])
+        back = self._editor.apply("Transpose", [heads], dims, f"{tensor.name}.rows", perm=order)
         self._editor.replace(tensor, back)
-        return heads, []
+        return heads
 
 
 PASS = Pass("rotary", run)

@@ -178,6 +178,19 @@ def test_rotated_heads(target: targets.Target, heads: int, size: int) -> None:
 
 
 @each_target
+def test_queries_and_keys_rotated_beside_values(target: targets.Target) -> None:
+    """A joint program: each output in its own range, classes of columns for all."""
+    text = (
+        "(acc: tile f32, s: row f32, cos: tile[position, period=8] f32, sin: tile[position, period=8] f32, b: col f32) -> "
+        "(q: tile = v7[0:64] heads[16] halves, k: tile = v7[64:96] heads[16], v: tile = v8[96:128] heads[16], w: tile = v8[3:30]) {\n"
+        "  v0 = mul acc s\n  v1 = even v0\n  v2 = odd v0\n  v3 = mul v1 cos\n  v4 = mul v2 sin\n  v5 = sub v3 v4\n"
+        "  v6 = add v3 v4\n  v7 = interleave v5 v6\n  v8 = add v0 b\n}"
+    )
+    for batch, sequence in ((1, 1), (3, 7)):
+        check(target, EpilogueProgram.parse(text), batch * sequence, 128, 9, rows_per_batch=sequence)
+
+
+@each_target
 def test_halves_without_pairs(target: targets.Target) -> None:
     text = "(acc: tile f32, c: tile[batch, period=3] f32) -> (y: tile = v0 heads[6] halves, z: tile = v1 heads[4] halves) {\n"
     program = EpilogueProgram.parse(text + "  v0 = mul acc c\n  v1 = interleave v0 acc\n}")

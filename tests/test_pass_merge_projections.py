@@ -1,12 +1,12 @@
-"""Gemms over one tensor that do the same become one; others stay apart."""
+"""Gemms over one tensor become one, whatever their epilogues do; those that need whole rows or tensors stay apart."""
 
 from __future__ import annotations
 
 import numpy as np
-from coda_edge.passes import grow_epilogue, merge_projections
+from coda_edge.passes import grow_epilogue, merge_gates, merge_projections
 from rewriting import Array, model, normal, rewrite
 
-from coda_edge.epilogue.program import EpilogueProgram
+from coda_edge.epilogue.program import EpilogueProgram, Kind
 
 _PASSES = [grow_epilogue.PASS, merge_projections.PASS]
 _CONSTANTS: dict[str, Array] = {
@@ -34,14 +34,49 @@ def test_projections_of_different_widths_and_layouts_join() -> None:
     assert done.error(_FEEDS) < 2e-6
 
 
-def test_different_epilogues_stay_apart() -> None:
+def test_different_epilogues_join_and_share_what_is_alike() -> None:
+    """Columns of another program are zero: there log and division give infinities and NaN, which nobody stores."""
     m = model(
-        "g (float[B, S, 12] x) => (float[B, S, 8] y, float[B, S, 24] z) { p = MatMul(x, w0) y = Tanh(p) q = MatMul(x, w1) z = Erf(q) }",
+        """g (float[B, S, 12] x, float[B, S, 1] s, float[B, S, 1] t) => (float[B, S, 8] y, float[B, S, 24] z, float[B, S, 16] u) {
+            p0 = MatMul(x, w0) s0 = Mul(p0, s) a0 = Add(s0, b0) y = Tanh(a0)
+            p1 = MatMul(x, w1) s1 = Mul(p1, s) a1 = Add(s1, b1) d1 = Div(a1, g1) e1 = Abs(d1) z = Log(e1)
+            p2 = MatMul(x, w2) u = Mul(p2, t)
+        }""",
+        _CONSTANTS | {"g1": normal(24, seed=30)},
+    )
+    done = rewrite(m, _PASSES)
+    assert done.ops() == {"Gemm": 1}
+    program = EpilogueProgram.parse(done.node("Gemm").attrs["epilogue"])
+    assert [p.kind for p in program.params[1:]] == [Kind.ROW, Kind.COL, Kind.COL, Kind.ROW]
+    assert [s.op for s in program.steps].count("add") == 1
+    for lead in ((2, 5), (3, 1), (1, 7)):
+        rows = {name: normal(*lead, 1, seed=40 + i) for i, name in enumerate("st")}
+        assert done.error({"x": normal(*lead, 12), **rows}) < 2e-6
+
+
+def test_gated_and_plain_products_join() -> None:
+    for width in (5, 6):
+        m = model(
+            f"""g (float[B, S, 12] x) => (float[B, S, 16] y, float[B, S, {width}] z) {{
+                a = MatMul(x, w2) h = Sigmoid(a) c = MatMul(x, v2) y = Mul(h, c) d = MatMul(x, u) z = Add(d, bias) }}""",
+            _CONSTANTS
+            | {"v2": normal(12, 16, seed=31), "u": normal(12, width, seed=32), "bias": normal(width, seed=33)},
+        )
+        done = rewrite(m, [grow_epilogue.PASS, merge_gates.PASS, merge_projections.PASS])
+        assert done.ops() == {"Gemm": 1 + width % 2}, "37 columns are not pairs"
+        assert any("do not lie well" in r.reason for r in done.log.refusals) == (width == 5)
+        assert done.error(_FEEDS) < 2e-6
+
+
+def test_whole_tensors_keep_a_gemm_apart() -> None:
+    m = model(
+        """g (float[B, S, 12] x, float[B, S, 8] r) => (float[B, S, 8] y, float[B, S, 24] z) {
+            p = MatMul(x, w0) y = Add(p, r) z = MatMul(x, w1) }""",
         _CONSTANTS,
     )
     done = rewrite(m, _PASSES)
     assert done.ops() == {"Gemm": 2}
-    assert done.error(_FEEDS) < 2e-6
+    assert done.error(_FEEDS | {"r": normal(2, 5, 8, seed=9)}) < 2e-6
 
 
 def test_row_statistics_keep_a_gemm_apart() -> None:
