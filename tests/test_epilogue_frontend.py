@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import coda_edge.epilogue
-from coda_edge.epilogue import Col, Epilogue, Row, Scalar, Tile, Value, epilogue, library
+from coda_edge.epilogue import Col, Epilogue, Kind, Period, Row, Rows, Scalar, Tile, Value, epilogue, library
 from coda_edge.epilogue import math as fn
 from coda_edge.epilogue.frontend import Moments, Stored
-from coda_edge.epilogue.program import Kind
 from coda_edge.errors import ShapeError
+
+Angle = Annotated[Value, Kind.TILE, Rows.POSITION, Period(2)]
 
 
 def written(function) -> str:
@@ -72,6 +73,22 @@ def test_stores():
         return {"q": fn.store(acc, (0, 4), heads=2), "rest": fn.store(acc, columns=(4, 6))}
 
     assert written(f) == "(acc: tile f32) -> (q: tile = acc[0:4] heads[2], rest: tile = acc[4:6]) {\n}"
+
+
+def test_shared_operands_and_halves():
+    @epilogue
+    def rotated(acc: Tile, cos: Angle, sin: Angle, shift: Annotated[Value, Kind.ROW, Rows.BATCH, "f16"]):
+        return fn.store(fn.rope(acc, cos, sin) + fn.cast(shift, "f32"), heads=4, halves=True)
+
+    text = "(acc: tile f32, cos: tile[position, period=2] f32, sin: tile[position, period=2] f32, shift: row[batch] f16) -> "
+    assert str(rotated.program).startswith(text)
+    rng = np.random.default_rng(0)
+    acc, angles, shift = rng.standard_normal((3, 5, 8)), rng.standard_normal((5, 2)), np.array([1.0, 2.0, 3.0])
+    y = rotated.reference(acc, {"cos": np.cos(angles), "sin": np.sin(angles), "shift": shift})["y"]
+    pairs = acc.reshape(3, 5, 2, 2, 2)[..., 0] + 1j * acc.reshape(3, 5, 2, 2, 2)[..., 1]
+    turned = (pairs * np.exp(1j * angles)[:, None, :]).transpose(0, 2, 1, 3)
+    expected = np.concatenate([turned.real, turned.imag], -1) + shift[:, None, None, None]
+    np.testing.assert_allclose(y, expected, atol=1e-12)
 
 
 def test_composition():
@@ -232,5 +249,5 @@ def test_the_examples_of_the_documentation_run():
     for block in re.findall(r"```python\n(.*?)```", text, re.S):
         exec(compile(block, "docs/epilogues.md", "exec"), scope)
     assert f"```text\n{scope['norm_gelu'].program}\n```" in text
-    for name in ("residual_and_statistics", "gated", "query_key"):
+    for name in ("residual_and_statistics", "gated", "query_key", "rotated_heads"):
         scope[name].program.check(128)
