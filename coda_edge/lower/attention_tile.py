@@ -42,7 +42,7 @@ class AttentionShape:
         s = self.schedule
         sizes = {
             "q": self.depth * s.queries,
-            "p": s.keys * s.queries,
+            "p": (s.keys + s.key_rows - 1) * s.queries,
             "max": s.queries,
             "new_max": s.queries,
             "sum": s.queries,
@@ -139,28 +139,36 @@ class AttentionKernel:
     def _scores(self, first: Expr, count: Expr) -> None:
         """The block's scores, ``p [keys, queries]``, and the queries' running maxima, ``new_max``."""
         body, s = self.body, self.schedule
-        panels = body.let(tirx.floordiv(self.vectors, index(s.query_vectors)), "panels")
-        with body.loop(0, panels, "panel") as panel:
-            self._score_panel(first, count, panel * s.query_vectors, s.query_vectors)
-        if s.query_vectors > 1:
-            with body.loop(panels * s.query_vectors, self.vectors, "vector") as vector:
-                self._score_panel(first, count, vector, 1)
+        done = index(0)
+        for vectors in (s.query_vectors >> i for i in range(s.query_vectors.bit_length())):
+            panels = body.let(tirx.floordiv(self.vectors - done, index(vectors)), "panels")
+            with body.loop(0, panels, "panel") as panel:
+                self._score_panel(first, count, done + panel * vectors, vectors)
+            done = body.let(done + panels * vectors, "done")
 
     def _score_panel(self, first: Expr, count: Expr, vector: Expr, vectors: int) -> None:
         body, rows = self.body, self.schedule.key_rows
         tiles = body.let(tirx.floordiv(count, index(rows)), "tiles")
         with body.loop(0, tiles, "tile") as tile:
-            self._score_tile(first, tile * rows, rows, vector, vectors)
-        with body.loop(tiles * rows, count, "key") as key:
-            self._score_tile(first, key, 1, vector, vectors)
+            self._score_tile(first, tile * rows, vector, vectors)
+        rest = body.let(count - tiles * rows, "rest")
+        with body.when(rest > index(0)):
+            self._score_tile(first, tiles * rows, vector, vectors, rest)
 
-    def _score_tile(self, first: Expr, offset: Expr, rows: int, vector: Expr, vectors: int) -> None:
+    def _score_tile(self, first: Expr, offset: Expr, vector: Expr, vectors: int, rest: Expr | None = None) -> None:
+        """The scores of the keys from ``first + offset`` on; of the last ``rest`` keys, with the last one repeated."""
         body, s, depth = self.body, self.schedule, self.shape.depth
+        rows = s.key_rows
         acc = {Place(i, 0, j): body.alloc(s.lanes, name="acc") for i in range(rows) for j in range(vectors)}
         for a in acc.values():
             body.store(a, 0, widen(f32(0), s.lanes))
         key = body.let(first + offset, "key")
-        start = body.let((self.pair * self.keys + key) * depth, "start")
+        keys = [key + i if rest is None else body.let(tirx.min(key + i, self.keys - 1), "key") for i in range(rows)]
+        head = body.let(self.pair * self.keys, "head_start")
+        start = body.let((head + key) * depth, "start")
+        starts = [
+            start + i * depth if rest is None else body.let((head + k) * depth, "start") for i, k in enumerate(keys)
+        ]
         column = body.let(vector * s.lanes, "column")
         with body.loop(0, depth, "d") as d:
             queries = [
@@ -168,11 +176,11 @@ class AttentionKernel:
                 for j in range(vectors)
             ]
             for i in range(rows):
-                k = body.let(load(self.k, start + i * depth + d), "k")
+                k = body.let(load(self.k, starts[i] + d), "k")
                 for j, q in enumerate(queries):
                     a = acc[Place(i, 0, j)]
                     body.store(a, 0, load(a, 0, s.lanes) + widen(k, s.lanes) * q)
-        values = Evaluator(self.shape.program, body, lambda name, place: self._leaf(name, place, acc, key, vector))
+        values = Evaluator(self.shape.program, body, lambda name, place: self._leaf(name, place, acc, keys, vector))
         output = self.shape.program.outputs[0].value
         for j in range(vectors):
             at = body.let(self._at("new_max", column + j * s.lanes), "at")
@@ -180,10 +188,12 @@ class AttentionKernel:
             for i in range(rows):
                 score = body.let(cast(values.value(output, Place(i, 0, j)), "f32"), "score")
                 body.store(self.scratch, self._at("p", (offset + i) * s.queries + column + j * s.lanes), score)
+                if rest is not None and i:
+                    score = select(widen(rest > index(i), s.lanes), score, -math.inf)
                 largest = body.let(tirx.Select(score > largest, score, largest), "largest")
             body.store(self.scratch, at, largest)
 
-    def _leaf(self, name: str, place: Place, acc: dict[Place, Buffer], key: Expr, vector: Expr) -> Expr | None:
+    def _leaf(self, name: str, place: Place, acc: dict[Place, Buffer], keys: list[Expr], vector: Expr) -> Expr | None:
         program, count = self.shape.program, self.schedule.lanes
         if name == program.params[0].name:
             return load(acc[place], 0, count)
@@ -194,7 +204,7 @@ class AttentionKernel:
             column = (vector + place.part) * count
             value = load(self.scratch, self._at("operands", slot * self.schedule.queries + column), count)
             return cast(value, program.param(name).dtype)
-        at = self.bases[name] + (key + place.row if self.varies[name] else 0)
+        at = self.bases[name] + (keys[place.row] if self.varies[name] else 0)
         if program.param(name).kind is not Kind.TILE:
             return load(self.operands[name], at)
         rows = self._query_rows(vector + place.part) * widen(self.strides[name][2], count)

@@ -58,7 +58,7 @@ def lower_gemm(
         raise ShapeError(
             f"GEMM '{name}': an output laid out in heads, or an operand shared by rows, needs the number of rows of a batch entry"
         )
-    schedule = schedule or choose_gemm(target, n, k, 1 << depth(program))
+    schedule = schedule or choose_gemm(target, n, 1 << depth(program))
     shape = GemmShape(program, n, k, schedule)
     symbol = f"gemm_{n}x{k}_{_key(target, shape)}"
     merge = f"{symbol}_finish"

@@ -29,5 +29,5 @@ class AttentionSchedule:
 def choose_attention(target: Target) -> AttentionSchedule:
     """Tiles that ``target`` holds in registers, blocks whose scores and keys stay in the first-level cache."""
     if target.registers >= 32:
-        return AttentionSchedule(target.lanes(4), 64, 128, 8, 2, 8, 2)
-    return AttentionSchedule(target.lanes(4), 48, 128, 6, 2, 6, 2)
+        return AttentionSchedule(target.lanes(4), 64, 64, 6, 4, 8, 2)
+    return AttentionSchedule(target.lanes(4), 48, 96, 6, 2, 6, 2)

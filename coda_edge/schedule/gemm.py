@@ -38,32 +38,37 @@ class GemmSchedule:
 def gemm_candidates(target: Target, classes: int = 1) -> Iterator[GemmSchedule]:
     """Register tiles that ``target`` holds without spills: accumulators, a row of weights and a broadcast.
 
-    ``classes``: into how many classes the epilogue splits a panel's columns, each of which takes whole vectors.
+    Wider panels than four vectors would leave too few items. ``classes``: into how many classes the epilogue splits a
+    panel's columns, each of which takes whole vectors.
     """
-    for vectors in range(1, 7):
+    for vectors in range(1, 5):
         if vectors % classes:
             continue
-        rows = (target.registers - vectors - 1) // vectors
         # Beyond 12 rows the addresses of A's rows no longer fit in the integer registers.
-        rows = min(rows, 12)
-        yield GemmSchedule(rows, vectors, target.lanes(4))
+        rows = min((target.registers - vectors - 1) // vectors, 12)
+        yield GemmSchedule(rows - rows % 4 if rows > 8 else rows, vectors, target.lanes(4))
 
 
-def choose_gemm(target: Target, n: int, k: int, classes: int = 1) -> GemmSchedule:
-    """The candidate with the fewest estimated cycles per row for ``n`` columns; ``k`` is not used yet by the estimate."""
+def choose_gemm(target: Target, n: int, classes: int = 1) -> GemmSchedule:
+    """The candidate with the fewest estimated cycles per row and K step for ``n`` columns."""
 
     def cycles(schedule: GemmSchedule) -> float:
         full, rest = divmod(n, schedule.width)
         tail = classes * -(-rest // (classes * schedule.lanes))
-        return full * _tile_cycles(schedule.rows, schedule.vectors) + (_tile_cycles(schedule.rows, tail) if rest else 0)
+        total = full * _tile_cycles(schedule.rows, schedule.vectors) + (
+            _tile_cycles(schedule.rows, tail) if rest else 0
+        )
+        return total * schedule.block_rows / schedule.block
 
     return min(gemm_candidates(target, classes), key=cycles)
 
 
 def _tile_cycles(rows: int, vectors: int) -> float:
-    """Cycles a row of one K step takes: two fused multiply-adds or two loads a cycle, a little for each of the others."""
+    """Cycles a row of one K step takes: two multiply-adds or two loads a cycle, and a little for each of the others."""
     multiplies, loads = rows * vectors, rows + vectors
-    return (max(multiplies, loads) / 2 + min(multiplies, loads) * _OVERLAP) / rows
+    return (max(multiplies, loads, _IN_FLIGHT) / 2 + min(multiplies, loads) * _OVERLAP) / rows
 
 
-_OVERLAP = 0.05
+_OVERLAP = 0.02
+_IN_FLIGHT = 10
+"""Independent multiply-adds that keep two units busy: a latency of four to five cycles."""
