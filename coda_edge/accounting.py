@@ -46,7 +46,7 @@ def account(
         weights_bytes=int(lowered.constants.nbytes),
         arena_bytes=lowered.arena_bytes(sizes),
         fused=_fused(graph),
-        unfused=_unfused(graph, log),
+        unfused=unfused(graph, log),
         sizes=dict(sizes),
     )
 
@@ -95,7 +95,7 @@ def _title(node: gs.Node) -> str:
     return "map"
 
 
-def _unfused(graph: gs.Graph, log: PassLog) -> list[Unfused]:
+def unfused(graph: gs.Graph, log: PassLog) -> list[Unfused]:
     """Kernels that are neither GEMM nor attention, each with the reason."""
     info = frontend.infer(graph)
     found = []

@@ -1,4 +1,4 @@
-"""The command ``coda-edge``: optimize, run, bench, inspect, targets.
+"""The command ``coda-edge``: optimize, run, bench, inspect, survey, targets.
 
 Every command takes ``--json``: stdout then carries exactly one JSON object. Progress goes to stderr. An error is one line
 on stderr, ``ErrorType: message``, with exit code 1 (with ``--json`` also ``{"error": …}`` on stdout); a usage error has
@@ -19,7 +19,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import __version__
+from . import __version__, cli_survey
 from .errors import CodaError
 from .files import creatable, existing, load_arrays, save_arrays
 
@@ -226,6 +226,9 @@ def targets(as_json: bool) -> None:
         _print_json(found.to_json())
     else:
         found.render(Console())
+
+
+main.add_command(_json_option(cli_survey.command))
 
 
 @contextmanager
