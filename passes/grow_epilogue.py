@@ -108,6 +108,7 @@ def _rewrite(graph: gs.Graph, editor: GraphEditor, matmul: gs.Node, log: PassLog
     program, operands = region.build()
     inputs = [*matmul.inputs, *operands]
     name = matmul.name or outputs[0].name
+    absorbed = list({id(n): n for n in absorbed}.values())
     source = sources([*growth.nodes, *region.recomputed, *absorbed])
     remove_nodes(graph, [*growth.nodes, *absorbed])
     editor.node("Gemm", inputs, outputs, f"{name}.gemm", domain=DOMAIN, epilogue=str(program), source=source)
@@ -146,29 +147,35 @@ def _join(region: Region, growth: _Growth, node: gs.Node) -> bool:
     return True
 
 
-def _stores(editor: GraphEditor, tensor: gs.Variable, inside: set[int]) -> list[_Store]:
-    """How ``tensor`` is written: as it is, or as the column ranges and head layouts that its readers take."""
-    graph = editor.graph
-    whole = [_Store(tensor)]
+def _stores(
+    editor: GraphEditor,
+    tensor: gs.Variable,
+    inside: set[int],
+    columns: tuple[int, int] | None = None,
+    nodes: tuple[gs.Node, ...] = (),
+) -> list[_Store]:
+    """How ``tensor`` is written: as it is, or as the column ranges and head layouts that its readers take.
+
+    It is itself the range ``columns`` of the tile, which ``nodes`` take.
+    """
+    whole = [_Store(tensor, columns, None, nodes)]
     readers = [u for u in consumers(tensor) if id(u) not in inside]
-    if is_output(graph, tensor) or not readers:
+    if is_output(editor.graph, tensor) or not readers:
         return whole
-    found: list[tuple[tuple[int, int] | None, gs.Variable, tuple[gs.Node, ...], tuple[gs.Node, ...] | None]] = []
+    ranges = {id(u): column_range(u) for u in readers}
+    splits = {id(u): _heads(editor.graph, tensor, u) for u in readers if ranges[id(u)] is None}
+    if any(split is None for split in splits.values()):
+        return whole
+    first = columns[0] if columns else 0
+    stores: list[_Store] = []
     for reader in readers:
-        columns = column_range(reader)
-        if columns is None:
-            split = _heads(graph, tensor, reader)
-            if split is None:
-                return whole
-            found.append((None, tensor, (), split))
-            continue
-        part = reader.outputs[0]
-        splits = [] if is_output(graph, part) else [_heads(graph, part, u) for u in consumers(part)]
-        found.append((columns, part, (reader,), splits[0] if len(splits) == 1 else None))
-    return [
-        _Store(part, columns, None, nodes) if split is None else _store_heads(editor, columns, part, (*nodes, *split))
-        for columns, part, nodes, split in found
-    ]
+        part, split = ranges[id(reader)], splits.get(id(reader))
+        if part is not None:
+            taken = (first + part[0], first + part[1])
+            stores += _stores(editor, reader.outputs[0], inside, taken, (*nodes, reader))
+        elif split is not None:
+            stores.append(_store_heads(editor, columns, tensor, (*nodes, *split)))
+    return stores
 
 
 def _store_heads(

@@ -34,6 +34,7 @@ from coda_edge.errors import ShapeError
 from coda_edge.ir import (
     DOMAIN,
     ELEMENTWISE,
+    VIEWS,
     GraphEditor,
     Tensor,
     constant_value,
@@ -123,6 +124,7 @@ def run(graph: gs.Graph, log: PassLog) -> int:
     for node in in_order(graph):
         if node.op != "Gemm" or node.domain != DOMAIN:
             continue
+        _unite_single_heads(editor, node)
         waiting = [str(t.name) for t in node.outputs]
         while waiting:
             name = waiting.pop()
@@ -141,6 +143,63 @@ def run(graph: gs.Graph, log: PassLog) -> int:
     remove_dead(graph)
     sort(graph)
     return count
+
+
+def _unite_single_heads(editor: GraphEditor, gemm: gs.Node) -> None:
+    """One head of which only parts are stored is stored whole, and its parts are slices of it.
+
+    With one head a Slice of it is a column range of the product, which growth has let the Gemm store.
+    """
+    program = EpilogueProgram.parse(gemm.attrs["epilogue"])
+    n = int(gemm.inputs[1].shape[1])
+    single = [
+        (o, t)
+        for o, t in zip(program.outputs, gemm.outputs, strict=True)
+        if o.heads is not None and o.heads == program.output_width(o, n) and not o.halves
+    ]
+    for group in _related([t for _, t in single]):
+        members = [(o, t) for o, t in single if any(t is g for g in group)]
+        ranges = [o.columns or (0, n) for o, _ in members]
+        start, end = min(a for a, _ in ranges), max(b for _, b in ranges)
+        covered = {c for a, b in ranges for c in range(a, b)}
+        if len(members) < 2 or len({o.value for o, _ in members}) > 1 or len(covered) < end - start:
+            continue
+        builder = Builder(program)
+        whole = next((t for (_, t), r in zip(members, ranges, strict=True) if r == (start, end)), None)
+        kept = whole
+        if kept is None:
+            like = members[0][1]
+            kept = editor.variable(f"{like.name}.head", like.dtype, (*shape(like)[:_LEAD], end - start))
+            name = next(f"y{i}" for i in itertools.count() if f"y{i}" not in builder.outputs)
+            builder.output(name, members[0][0].value, (start, end), end - start)
+        outputs = [t for t in gemm.outputs if t is kept or not any(t is m for _, m in members)]
+        for (output, tensor), (a, b) in zip(members, ranges, strict=True):
+            if tensor is kept:
+                continue
+            builder.drop_output(output.name)
+            bounds = [editor.constant(f"{tensor.name}.bound", np.array([v])) for v in (a - start, b - start, _LEAD)]
+            part = editor.apply("Slice", [kept, *bounds], shape(tensor), f"{tensor.name}.part")
+            editor.replace(tensor, part)
+        gemm.outputs = outputs if whole is not None else [*outputs, kept]
+        program = builder.build()
+        gemm.attrs["epilogue"] = str(program)
+
+
+def _related(tensors: list[gs.Variable]) -> list[list[gs.Variable]]:
+    """Groups of tensors that meet in an operator that joins or combines elements of heads."""
+    reached: list[tuple[set[int], list[gs.Variable]]] = []
+    for tensor in tensors:
+        seen: set[int] = set()
+        stack = list(tensor.outputs)
+        while stack:
+            node = stack.pop()
+            if id(node) not in seen and not node.domain and (node.op in ELEMENTWISE or node.op in ("Concat", *VIEWS)):
+                seen.add(id(node))
+                stack += [u for t in node.outputs for u in t.outputs]
+        met = [group for group in reached if group[0] & seen]
+        reached = [group for group in reached if not any(group is m for m in met)]
+        reached.append((seen.union(*(s for s, _ in met)), [t for _, g in met for t in g] + [tensor]))
+    return [group for _, group in reached]
 
 
 def _root(graph: gs.Graph, gemm: gs.Node, stored: gs.Variable) -> _Root | None:

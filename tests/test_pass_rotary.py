@@ -19,19 +19,17 @@ def ints(*values: int) -> Array:
 
 _CONSTANTS: dict[str, Array] = {
     "w": normal(12, _HEADS * _D, seed=1),
-    "wk": normal(12, 2 * _D, seed=2),
-    "wv": normal(12, 2 * _D, seed=3),
-    "packed": normal(12, 7 * _D, seed=4),
     "b": normal(_HEADS * _D, seed=5),
     "table": normal(40, _D, seed=6),
     "halftable": normal(40, _D // 2, seed=7),
     "split": ints(0, 0, _HEADS, _D),
+    "split1": ints(0, 0, 1, _D),
     "split2": ints(0, 0, 2, _D),
     "to_pairs": ints(0, 0, _HEADS, _D // 2, 2),
     "to_rows": ints(0, 0, 0, 2, _D // 2),
     "to_head": ints(0, 0, 0, _D),
     "to_heads": ints(0, 0, _HEADS, _D),
-    **{f"i{n}": ints(n) for n in (0, 1, 2, 3, 4, 6, 8, 24, 40, 56)},
+    **{f"i{n}": ints(n) for n in (0, 1, 2, 3, 4, 6, 8)},
     "last": ints(-1),
     "end": ints(np.iinfo(np.int64).max),
     "one": np.float32(0.5),
@@ -234,42 +232,49 @@ def test_norms_of_heads_are_left_alone() -> None:
     check(done, _D, True)
 
 
-def attention(q: str, k: str, v: str) -> str:
-    """q and k rotated, v as it is, in one order of statements."""
-    rotate = "".join(
-        f"{n}l = Slice({n}t, i0, i4, last) {n}h = Slice({n}t, i4, i8, last) {n}n = Neg({n}h) "
-        f"{n}c = Concat <axis = -1> ({n}n, {n}l) {n}m = Mul({n}t, cos) {n}s = Mul({n}c, sin) {n} = Add({n}m, {n}s) "
-        for n in "qk"
+def attention(q: str, k: str, v: str, apart: bool) -> str:
+    """q and k rotated, in one of two spellings, and v as it is."""
+    halves = "{n}l = Slice({n}t, i0, i4, last) {n}h = Slice({n}t, i4, i8, last) "
+    joint = "{n}n = Neg({n}h) {n}c = Concat <axis = -1> ({n}n, {n}l) {n}m = Mul({n}t, cos) {n}s = Mul({n}c, sin) {n} = Add({n}m, {n}s) "
+    both = (
+        "{n}lc = Mul({n}l, c0) {n}hs = Mul({n}h, s0) {n}u = Sub({n}lc, {n}hs) {n}ls = Mul({n}l, s0) {n}hc = Mul({n}h, c0) "
+        "{n}w = Add({n}ls, {n}hc) {n} = Concat <axis = -1> ({n}u, {n}w) "
     )
+    rotate = "".join((halves + (both if apart else joint)).format(n=n) for n in "qk")
     return f"{q} {k} {v} {_SHARED} {rotate}"
 
 
 _HEADS_MOVED = "{n}r = Reshape({n}p, {split}) {t} = Transpose <perm = [0, 2, 1, 3]> ({n}r)"
 
 
-def outputs() -> str:
-    return f"float[B, {_HEADS}, S, {_D}] q, float[B, 2, S, {_D}] k, float[B, 2, S, {_D}] v"
-
-
+@pytest.mark.parametrize("keys", [1, 2])
 @pytest.mark.parametrize("joined", [False, True])
-def test_queries_keys_and_values_are_one_gemm(joined: bool) -> None:
-    moved = {
-        n: _HEADS_MOVED.format(n=n, split="split" if n == "q" else "split2", t=f"{n}t" if n != "v" else "v")
-        for n in "qkv"
+@pytest.mark.parametrize("apart", [False, True])
+def test_queries_keys_and_values_are_one_gemm(keys: int, joined: bool, apart: bool) -> None:
+    split = {"q": "split", "k": f"split{keys}", "v": f"split{keys}"}
+    moved = {n: _HEADS_MOVED.format(n=n, split=split[n], t=f"{n}t" if n != "v" else "v") for n in "qkv"}
+    start = np.cumsum([0, _HEADS * _D, keys * _D, keys * _D])
+    constants = _CONSTANTS | {f"i{n}": ints(int(n)) for n in start}
+    constants |= {
+        "packed": normal(12, int(start[3]), seed=4),
+        "wk": normal(12, keys * _D, seed=2),
+        "wv": normal(12, keys * _D, seed=3),
     }
     if joined:
-        ranges = {"q": ("i0", "i24"), "k": ("i24", "i40"), "v": ("i40", "i56")}
-        parts = [f"{n}p = Slice(p, {a}, {b}, last) {moved[n]}" for n, (a, b) in ranges.items()]
+        parts = [
+            f"{n}p = Slice(p, i{a}, i{b}, last) {moved[n]}" for n, a, b in zip("qkv", start[:3], start[1:], strict=True)
+        ]
         parts[0] = f"p = MatMul(x, packed) {parts[0]}"
     else:
         parts = [f"{n}p = MatMul(x, {w}) {moved[n]}" for n, w in (("q", "w"), ("k", "wk"), ("v", "wv"))]
-    done = rewrite(
-        model(graph(attention(*parts), _D // 2, True, outputs()), _CONSTANTS), [*_PASSES, merge_projections.PASS]
-    )
-    assert done.ops()["Gemm"] == 1 and "Mul" not in done.ops()
+    out = f"float[B, {_HEADS}, S, {_D}] q, float[B, {keys}, S, {_D}] k, float[B, {keys}, S, {_D}] v"
+    m = model(graph(attention(*parts, apart), _D // 2, True, out), constants)
+    done = rewrite(m, [*_PASSES, merge_projections.PASS])
+    assert done.ops()["Gemm"] == 1 and not {"Mul", "Slice", "Reshape"} & set(done.ops())
     p = program(done)
     assert len([q for q in p.params if q.period]) == 2, "q and k share cosines and sines"
-    assert {(o.columns, o.halves) for o in p.outputs} == {((0, 24), True), ((24, 40), True), ((40, 56), False)}
+    stored = sorted((p.output_width(o, int(start[3])), o.heads, o.halves) for o in p.outputs)
+    assert stored == [(keys * _D, _D, False), (keys * _D, _D, True), (_HEADS * _D, _D, True)]
     check(done, _D // 2, True)
 
 
