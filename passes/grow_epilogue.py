@@ -188,6 +188,10 @@ def _store_heads(
     if len(shape(out)) == len(dims):
         return _Store(out, columns, size, nodes)
     heads = editor.variable(f"{out.name}.heads", out.dtype, dims)
+    for reader in consumers(out):
+        back = reader.outputs[0]
+        if reader.op in VIEWS and same_shape(shape(back), dims) and not is_output(editor.graph, back):
+            editor.replace(back, heads)
     axes = np.array([i for i, d in enumerate(shape(out)) if same(d, 1)])
     view = editor.apply("Unsqueeze", [heads, editor.constant(f"{out.name}.axes", axes)], shape(out), f"{out.name}.view")
     editor.replace(out, view)

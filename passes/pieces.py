@@ -106,11 +106,17 @@ class Pieces:
     def _unsqueeze(self, node: gs.Node, columns: tuple[int, ...]) -> Tensor | None:
         """Through a view that only inserts axes of 1, before the last one."""
         x, out = node.inputs[0], node.outputs[0]
-        dims, before = shape(out), shape(x)
-        kept = [i for i, d in enumerate(dims) if not same(d, 1)]
-        if len(before) >= len(dims) or not before or not same_shape([dims[i] for i in kept], before):
+        dims, before = shape(out), list(shape(x))
+        axes = []
+        for i, d in enumerate(dims):
+            if before and same(d, before[0]):
+                before.pop(0)
+            elif same(d, 1) and i < len(dims) - 1:
+                axes.append(i)
+            else:
+                return None
+        if before or not axes:
             return None
-        axes = [i for i in range(len(dims)) if i not in kept]
         inner = self.columns(x, columns)
         return self._node("Unsqueeze", [inner, self._ints(axes)], (*dims[:-1], len(columns)), out)
 

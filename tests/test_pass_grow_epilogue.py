@@ -162,3 +162,30 @@ def test_two_products_and_their_sum() -> None:
     done = rewrite(m, [grow_epilogue.PASS])
     assert done.ops() == {"Gemm": 2}
     assert done.error(_FEEDS) < 2e-6
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_heads_with_an_axis_of_one_are_stored_as_heads(kept: bool) -> None:
+    """``[B, H, 1, S, D]``, as groups of queries want it, is a view of the heads that are stored."""
+    end = "" if kept else "y = Squeeze(z, two)"
+    out = "float[B, 4, 1, S, 2] z" if kept else "float[B, 4, S, 2] y"
+    m = model(
+        f"g (float[B, S, 12] x) => ({out}) {{ p = MatMul(x, w8) r = Reshape(p, grouped) z = Transpose <perm = [0, 2, 3, 1, 4]> (r) {end} }}",
+        _CONSTANTS | {"w8": normal(12, 8, seed=9), "grouped": np.array([0, 0, 4, 1, 2]), "two": np.array([2])},
+    )
+    done = rewrite(m, [grow_epilogue.PASS])
+    assert done.ops() == ({"Gemm": 1, "Unsqueeze": 1} if kept else {"Gemm": 1})
+    assert done.error({"x": normal(3, 7, 12)}) < 2e-6
+
+
+def test_ranges_of_a_range_are_ranges() -> None:
+    m = model(
+        """g (float[B, S, 12] x) => (float[B, S, 8] y, float[B, S, 8] z) {
+            p = MatMul(x, w) t = Add(p, b) a = Slice(t, from8, to24, last) y = Slice(a, from8, to24, last) z = Slice(a, from0, to8, last) }""",
+        _CONSTANTS,
+    )
+    done = rewrite(m, [grow_epilogue.PASS])
+    assert done.ops() == {"Gemm": 1}
+    outputs = EpilogueProgram.parse(done.node("Gemm").attrs["epilogue"]).outputs
+    assert {o.columns for o in outputs} == {(8, 16), (16, 24)}
+    assert done.error({"x": _FEEDS["x"]}) < 2e-6
