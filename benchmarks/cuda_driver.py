@@ -65,13 +65,15 @@ class Device:
         array = np.ascontiguousarray(array)
         address = c_uint64()
         self.check(self._cuda.cuMemAlloc_v2(byref(address), c_size_t(max(array.nbytes, 16))))
-        self.check(self._cuda.cuMemcpyHtoD_v2(address, c_void_p(array.ctypes.data), c_size_t(array.nbytes)))
+        self.refill(address.value, array)
         return address.value
 
     def refill(self, address: int, array: Array) -> None:
         """Copies ``array`` to the device."""
         array = np.ascontiguousarray(array)
         self.check(self._cuda.cuMemcpyHtoD_v2(c_uint64(address), c_void_p(array.ctypes.data), c_size_t(array.nbytes)))
+        # The copy returns before its last bytes are on the device, and the stream does not wait for them by itself.
+        self.check(self._cuda.cuCtxSynchronize())
 
     def download(self, address: int, like: Array) -> Array:
         """What is on the device, of the shape and dtype of ``like``."""

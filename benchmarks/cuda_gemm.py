@@ -190,7 +190,7 @@ def report(folder: Path) -> int:
         good = result.error <= TOLERANCE
         wrong += not good
         name = case.name.split()[0]
-        worst[name] = max(worst.get(name, 0.0), result.error)
+        worst[name] = float(np.maximum(worst.get(name, 0.0), result.error))
         if not good:
             print(f"WRONG {case.name} {case.m}x{case.n}x{case.k} error {result.error:.1e}")
     for name, error in worst.items():

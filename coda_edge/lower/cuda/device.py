@@ -160,14 +160,15 @@ class DeviceBody(Body):
         return script.cuda.func_call(instruction, *given, source_code=source, return_type=dtype)
 
     @contextmanager
-    def repeat(self, count: int, name: str = "i") -> Iterator[Expr]:
-        """A loop over ``0 ≤ i < count``, an int32."""
+    def repeat(self, count: int, unroll: bool, name: str = "i") -> Iterator[Expr]:
+        """A loop over ``0 ≤ i < count``, an int32; the compiler leaves none of it if it is to ``unroll``."""
         variable = tirx.Var(name, "int32")
         self._blocks.append([])
         yield variable
         block = self._close()
         if block is not None and count:
-            self.emit(tirx.For(variable, int32(0), int32(count), tirx.ForKind.SERIAL, block))
+            kind = tirx.ForKind.UNROLLED if unroll else tirx.ForKind.SERIAL
+            self.emit(tirx.For(variable, int32(0), int32(count), kind, block))
 
     def device_function(self, symbol: str, params: Sequence[Expr]) -> tirx.PrimFunc:
         """The kernel of all that was written."""

@@ -23,6 +23,8 @@ _ROW = 2 * TILE_K
 """Bytes of a row of a K tile in shared memory."""
 _CHUNK = 8
 """Halves of a 16-byte chunk."""
+_UNROLL = 512
+"""Matrix instructions of a warp up to which the K loop is unrolled: what a tile needs besides them counts when it has few."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ class MainLoop:
         # Fragment buffers alternate step by step; with one step a tile, two tiles make a round.
         tiles_a_round = 1 if self.steps > 1 else 2
         rounds = (self.tiles - 1) // tiles_a_round
-        with body.repeat(rounds, "round") as i:
+        instructions = self.tiles * self.steps * rows * columns
+        with body.repeat(rounds, instructions <= _UNROLL, "round") as i:
             for j in range(tiles_a_round):
                 self._tile(body.let(i * tiles_a_round + j, "tile"), j, last=False)
         for tile in range(rounds * tiles_a_round, self.tiles):
