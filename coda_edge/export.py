@@ -196,7 +196,8 @@ def _attention_body(functions: _Functions, node: gs.Node) -> _Body:
     program = EpilogueProgram.parse(node.attrs["score"])
     inputs, _ = _signature(["q", "k", "v"], program)
     before = Emitter("product_")
-    product = before.node("MatMul", inputs[0], before.node("Transpose", inputs[1], perm=[0, 1, 3, 2]))
+    k, v = (_repeated(before, name, node.inputs[0], t) for name, t in zip(inputs[1:3], node.inputs[1:3], strict=True))
+    product = before.node("MatMul", inputs[0], before.node("Transpose", k, perm=[0, 1, 3, 2]))
     acc = _as_accumulator(before, product, node.inputs[0], program)
     score = emit_onnx(program, [acc, *inputs[3:]], ["scores"], "score_")
     after = Emitter("out_")
@@ -206,12 +207,22 @@ def _attention_body(functions: _Functions, node: gs.Node) -> _Body:
         p = after.node("Where", after.node("IsNaN", p), after.literal(0.0, dtype), p)
     if ONNX_DTYPES[dtype] != _element_type(node.inputs[2]):
         p = after.node("Cast", p, to=_element_type(node.inputs[2]))
-    heads = after.node("Transpose", after.node("MatMul", p, inputs[2]), perm=[0, 2, 1, 3])
+    heads = after.node("Transpose", after.node("MatMul", p, v), perm=[0, 2, 1, 3])
     width = node.outputs[0].shape[-1] if node.outputs[0].shape else -1
     merged = after.node("Reshape", heads, after.ints([0, 0, width if isinstance(width, int) else -1]))
     after.name_results([merged], ["Y"])
     words = [*_words(program, vector="mask", tensor="mask"), *(["guard"] if node.attrs.get("guard", 0) else [])]
     return words, inputs, ["Y"], [*before.nodes, *score, *after.nodes]
+
+
+def _repeated(emitter: Emitter, name: str, q: Tensor, kv: Tensor) -> str:
+    """Keys or values ``[B,Hkv,S,D]`` as ``[B,H,S,D]``: each head once for every query head of its group."""
+    heads, kv_heads, depth = q.shape[1], kv.shape[1], kv.shape[3]
+    if heads == kv_heads:
+        return name
+    grouped = emitter.node("Unsqueeze", name, emitter.ints([2]))
+    repeated = emitter.node("Expand", grouped, emitter.ints([1, 1, heads // kv_heads, 1, 1]))
+    return emitter.node("Reshape", repeated, emitter.ints([0, heads, -1, depth]))
 
 
 def _row_moments_body(functions: _Functions, node: gs.Node) -> _Body:

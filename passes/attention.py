@@ -4,9 +4,11 @@ Rule: a Softmax over the last axis, whose input is a graph of elementwise operat
 ``[B,H,Sq,D] @ [B,H,D,Sk]``, and whose result only feeds a MatMul with ``[B,H,Sk,Dv]``, perhaps through a guard that turns
 NaN into 0. What stands between the MatMul and the Softmax (scale, mask, cap, …) becomes the score program, whatever it is.
 Constant scales of q and k, wherever the exporter put them, go into the score program too: (s·q)·(t·k) = s·t·(q·k).
-k is handed over as ``[B,H,Sk,D]``; the result is ``[B,Sq,H·Dv]``, so the head merge behind it disappears.
+k is handed over as ``[B,Hkv,Sk,D]``; the result is ``[B,Sq,H·Dv]``, so the head merge behind it disappears. Where k and v were
+repeated for groups of query heads (Expand of an axis of 1 behind the heads, merged into them), they are handed over unrepeated.
 
-Conditions: four dimensions; H, D and Dv are numbers; H, q and k agree in them; no score, probability or product is read by anyone else.
+Conditions: four dimensions; H, D and Dv are numbers; k and v have as many heads, H or a divisor; no score, probability or product is
+read by anyone else.
 Refused, with the node named: probabilities that are a graph output, other ranks, operands that do not broadcast to the scores.
 """
 
@@ -34,6 +36,7 @@ from coda_edge.ir import (
     sole_consumer,
     sort,
 )
+from coda_edge.symbolic import same
 
 from .base import Pass, PassLog, sources
 from .region import Refused, Region, score_kind
@@ -143,8 +146,17 @@ def _rewrite(graph: gs.Graph, editor: GraphEditor, softmax: gs.Node, match: _Mat
     value_depth = shape(match.v)[-1]
     if not all(isinstance(d, int) for d in (heads, depth, value_depth)):
         raise Refused(f"heads and depths must be numbers, found {heads}, {depth}, {value_depth}")
-    for name, t in (("keys", kt), ("values", match.v)):
-        if not same_shape(shape(t)[:2], (batch, heads)):
+    k, v = _transposed(editor, kt), match.v
+    groups = [_repeated(t) for t in (k, v)]
+    if (
+        groups[0] is not None
+        and groups[1] is not None
+        and groups[0].outputs[0].shape[1:3] == groups[1].outputs[0].shape[1:3]
+    ):
+        k, v = _unrepeated(editor, k, groups[0]), _unrepeated(editor, v, groups[1])
+    for name, t in (("keys", k), ("values", v)):
+        kv_heads = shape(t)[1]
+        if not same(shape(t)[0], batch) or not isinstance(kv_heads, int) or int(heads) % kv_heads:
             raise Refused(f"the {name} have batch and heads {shape(t)[:2]}, the queries {(batch, heads)}")
     scores = match.product.outputs[0]
     region = Region(editor, scores, shape(scores), score_kind, inline=False)
@@ -154,12 +166,11 @@ def _rewrite(graph: gs.Graph, editor: GraphEditor, softmax: gs.Node, match: _Mat
         region.add(node)
     region.builder.output("scores", region.value(softmax.inputs[0]))
     program, operands = region.build()
-    k = _transposed(editor, kt)
     base = match.output.name or match.output.outputs[0].name
     merged = editor.variable(f"{base}.attention", q.dtype, (batch, queries, heads * value_depth))
     editor.node(
         "Attention",
-        [q, k, match.v, *operands],
+        [q, k, v, *operands],
         [merged],
         f"{base}.attention",
         domain=DOMAIN,
@@ -192,6 +203,40 @@ def _transposed(editor: GraphEditor, kt: Tensor) -> Tensor:
         return source
     dims = [shape(source)[i] for i in perm]
     return editor.apply("Transpose", [source], dims, f"{kt.name}.k", perm=perm)
+
+
+def _repeated(tensor: Tensor) -> gs.Node | None:
+    """The Expand that repeats each head of ``tensor`` for a group of query heads, if one does."""
+    merge = made_by(tensor, "Reshape")
+    expand = made_by(merge.inputs[0], "Expand") if merge is not None else None
+    if merge is None or expand is None:
+        return None
+    before, after, out = shape(expand.inputs[0]), shape(expand.outputs[0]), shape(tensor)
+    grouped = len(before) == len(after) == 5 and same(before[2], 1) and isinstance(after[2], int)
+    if not grouped or not same_shape((*before[:2], *before[3:]), (*after[:2], *after[3:])):
+        return None
+    return expand if same_shape(out, (after[0], after[1] * after[2], *after[3:])) else None
+
+
+def _unrepeated(editor: GraphEditor, tensor: Tensor, expand: gs.Node) -> Tensor:
+    """``tensor`` ``[B,H,S,D]`` without its repetition: ``[B,Hkv,S,D]``, by the way it was made where that is shorter."""
+    source = expand.inputs[0]
+    batch, heads, _, length, depth = shape(source)
+    split = made_by(source, "Unsqueeze", "Reshape")
+    if split is not None and same_shape(shape(split.inputs[0]), (batch, heads, length, depth)):
+        return split.inputs[0]
+    order = made_by(source, "Transpose")
+    split = made_by(order.inputs[0], "Reshape", "Unsqueeze") if order is not None else None
+    if order is not None and split is not None and list(order.attrs["perm"]) in ([0, 2, 3, 1, 4], [0, 3, 2, 1, 4]):
+        target = editor.constant(f"{tensor.name}.split", np.array([0, 0, heads, depth], np.int64))
+        if same_shape(shape(split.inputs[0])[:2], (batch, length)):
+            rows = editor.apply(
+                "Reshape", [split.inputs[0], target], (batch, length, heads, depth), f"{tensor.name}.rows"
+            )
+            dims = (batch, heads, length, depth)
+            return editor.apply("Transpose", [rows], dims, f"{tensor.name}.shared", perm=list(_HEADS))
+    axis = editor.constant(f"{tensor.name}.axis", np.array([2], np.int64))
+    return editor.apply("Squeeze", [source, axis], (batch, heads, length, depth), f"{tensor.name}.shared")
 
 
 def _connect(graph: gs.Graph, editor: GraphEditor, product: gs.Variable, merged: gs.Variable, base: str) -> None:

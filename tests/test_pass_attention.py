@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from coda_edge.passes import attention
-from rewriting import Array, model, normal, rewrite
+from rewriting import Array, model, normal, rewrite, run
 
+import coda_edge
+from coda_edge.bundle import to_bytes
 from coda_edge.epilogue.program import EpilogueProgram, Kind
 
 _IN = "float[B, 5, S, 8] q, float[B, 5, T, 8] k, float[B, 5, T, 8] v"
@@ -89,6 +91,33 @@ def test_fully_masked_rows_stay_what_the_graph_makes_of_them() -> None:
     done = rewrite(model(f"g ({inputs}) => (float[B, S, 5, 8] y) {{ {body} }}", _CONSTANTS), [attention.PASS])
     assert done.node("Attention").attrs["guard"] == 1
     assert done.error({**_FEEDS, "keep": np.zeros((2, 1, 1, 7), np.bool_)}) == 0.0
+
+
+@pytest.mark.parametrize("expanded", ["Unsqueeze", "Reshape"])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_shared_keys_and_values_are_not_repeated(expanded: str, groups: int) -> None:
+    split = {"Unsqueeze": "Unsqueeze({0}, two)", "Reshape": "Reshape({0}, five)"}[expanded]
+    repeat = " ".join(
+        f"{t}5 = {split.format(t + '0')} {t}e = Expand({t}5, group) {t} = Reshape({t}e, four)" for t in ("k", "v")
+    )
+    m = model(
+        f"""g (float[B, {2 * groups}, S, 8] q, float[B, 2, T, 8] k0, float[B, 2, T, 8] v0) => (float[B, S, {2 * groups}, 8] y) {{
+            {repeat} {_SWAP} a = MatMul(q, kt) p = Softmax(a) {_OUT} }}""",
+        {
+            "two": np.array([2]),
+            "five": np.array([0, 0, 1, -1, 8]),
+            "group": np.array([1, 1, groups, 1, 1]),
+            "four": np.array([0, 2 * groups, -1, 8]),
+        },
+    )
+    done = rewrite(m, [attention.PASS])
+    assert done.ops()["Attention"] == 1
+    assert done.ops()["Expand"] == 0
+    feeds = {"q": normal(3, 2 * groups, 5, 8), "k0": normal(3, 2, 7, 8, seed=1), "v0": normal(3, 2, 7, 8, seed=2)}
+    assert done.error(feeds) < 2e-6
+    with coda_edge.Session(to_bytes(coda_edge.optimize(m, verify=False).bundle)) as session:
+        (expected,) = run(m, feeds)
+        np.testing.assert_allclose(session.run(None, feeds)[0], expected, atol=2e-6)
 
 
 @pytest.mark.parametrize(

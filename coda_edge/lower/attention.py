@@ -29,7 +29,7 @@ Operand: TypeAlias = "str | Packed"
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """Sizes of ``q [batch, heads, queries, depth]``, ``k [batch, heads, keys, depth]`` and ``v [batch, heads, keys, columns]``."""
+    """Sizes of ``q [batch, heads, queries, depth]``, ``k [batch, heads / group, keys, depth]`` and ``v`` alike, of ``columns``."""
 
     batch: Dim
     heads: Dim
@@ -37,6 +37,7 @@ class AttentionSizes:
     keys: Dim
     depth: int
     columns: int
+    group: int = 1
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def lower_attention(
         guard,
         schedule,
         tuple(not same(o.shape[3], 1) for o in operands),
+        sizes.group,
     )
     text = repr((target.name, sorted(target.tvm.items()), str(program), shape))
     symbol = f"attention_{sizes.depth}x{sizes.columns}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"

@@ -21,7 +21,8 @@ _LOWEST = -3.4028234663852886e38
 class AttentionShape:
     """What an attention kernel is generic over: everything but the numbers of heads, queries and keys.
 
-    ``program`` is over the transposed tile (keys × queries); ``varies``: whether each operand varies over the keys.
+    ``program`` is over the transposed tile (keys × queries); ``varies``: whether each operand varies over the keys. ``group``: how many
+    heads share their keys and values.
     """
 
     program: EpilogueProgram
@@ -30,6 +31,7 @@ class AttentionShape:
     guard: bool
     schedule: AttentionSchedule
     varies: tuple[bool, ...]
+    group: int = 1
 
     @cached_property
     def per_query(self) -> tuple[str, ...]:
@@ -90,6 +92,7 @@ class AttentionKernel:
             self.pair = body.let(tirx.floordiv(item, blocks), "pair")
             self.batch = body.let(tirx.floordiv(self.pair, self.heads), "batch")
             self.head = body.let(self.pair - self.batch * self.heads, "head")
+            self.shared = body.let(tirx.floordiv(self.pair, index(self.shape.group)), "shared")
             self.first = body.let((item - self.pair * blocks) * s.queries, "first")
             self.count = body.let(tirx.min(self.queries - self.first, index(s.queries)), "count")
             self.vectors = body.let(tirx.floordiv(self.count + (s.lanes - 1), index(s.lanes)), "vectors")
@@ -164,7 +167,7 @@ class AttentionKernel:
             body.store(a, 0, widen(f32(0), s.lanes))
         key = body.let(first + offset, "key")
         keys = [key + i if rest is None else body.let(tirx.min(key + i, self.keys - 1), "key") for i in range(rows)]
-        head = body.let(self.pair * self.keys, "head_start")
+        head = body.let(self.shared * self.keys, "head_start")
         start = body.let((head + key) * depth, "start")
         starts = [
             start + i * depth if rest is None else body.let((head + k) * depth, "start") for i, k in enumerate(keys)
@@ -236,7 +239,7 @@ class AttentionKernel:
         body, s, columns = self.body, self.schedule, self.shape.columns
         width = s.value_vectors * s.lanes
         tiles = tirx.floordiv(self.count + (s.value_rows - 1), index(s.value_rows))
-        start = body.let((self.pair * self.keys + first) * columns, "v_start")
+        start = body.let((self.shared * self.keys + first) * columns, "v_start")
         with body.loop(0, tiles, "tile") as tile:
             row = body.let(tile * s.value_rows, "row")
             with body.loop(0, columns // width, "panel") as panel:

@@ -45,6 +45,7 @@ def lower_attention_node(node: gs.Node, context: Context) -> list[KernelCall]:
     """``coda.Attention``."""
     q, k, v, *operands = node.inputs
     batch, heads, queries, depth = shape(q)
+    _, kv_heads, keys, columns = shape(v)
     return [
         lower_attention(
             context.target,
@@ -53,7 +54,7 @@ def lower_attention_node(node: gs.Node, context: Context) -> list[KernelCall]:
             (q.name, k.name, v.name),
             [ScoreOperand(t.name, _four(t)) for t in operands],
             node.outputs[0].name,
-            AttentionSizes(batch, heads, queries, shape(k)[2], int(depth), int(shape(v)[3])),
+            AttentionSizes(batch, heads, queries, keys, int(depth), int(columns), int(heads) // int(kv_heads)),
             bool(node.attrs["guard"]),
             source=tuple(node.attrs.get("source", ())),
         )
