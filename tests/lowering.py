@@ -32,7 +32,8 @@ def model(
 ) -> onnx.ModelProto:
     """A model of basic operators. ``inputs``: dtype and shape by name."""
     infos = [
-        helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(np.dtype(d)), s) for n, (d, s) in inputs.items()
+        helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(np.dtype(d)), s)
+        for n, (d, s) in inputs.items()
     ]
     results = [helper.make_empty_tensor_value_info(o) for o in outputs]
     initializers = [onnx.numpy_helper.from_array(v, n) for n, v in (constants or {}).items()]

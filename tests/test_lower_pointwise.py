@@ -13,7 +13,7 @@ from lowering import Array, assert_same, compile_model, model, reference
 from onnx import helper
 
 SIZES = ({"B": 2, "S": 5, "N": 37}, {"B": 3, "S": 17, "N": 1})
-F, I, U = "float32", "int64", "bool"
+F, L, U = "float32", "int64", "bool"
 
 
 @dataclass(frozen=True)
@@ -70,31 +70,31 @@ CASES = [
     Case("Add", {"x": (F, BSN)}, {"y": np.array(0.1, np.float32)}),
     Case("Mul", {"x": (F, ())}, {"y": np.array([1, 2, 3], np.float32)}),
     Case("Add", {"x": (F, ()), "y": (F, ())}),
-    *[Case(op, {"x": (I, BSN), "y": (I, BSN)}, low=-5, high=5) for op in ("Add", "Mul", "Equal", "Less", "Min", "Max")],
-    Case("Div", {"x": (I, BSN)}, {"y": ints(-3)}, low=-20, high=20),
-    Case("Mod", {"x": (I, BSN), "y": (I, ("N",))}, low=1, high=20),
-    Case("Mod", {"x": (I, BSN)}, {"y": ints(-3)}, low=-20, high=20),
+    *[Case(op, {"x": (L, BSN), "y": (L, BSN)}, low=-5, high=5) for op in ("Add", "Mul", "Equal", "Less", "Min", "Max")],
+    Case("Div", {"x": (L, BSN)}, {"y": ints(-3)}, low=-20, high=20),
+    Case("Mod", {"x": (L, BSN), "y": (L, ("N",))}, low=1, high=20),
+    Case("Mod", {"x": (L, BSN)}, {"y": ints(-3)}, low=-20, high=20),
     Case("Mod", {"x": ("int32", BSN)}, {"y": np.array([5], np.int32)}, low=-20, high=20),
-    Case("Mod", {"x": (I, BSN)}, {"y": ints(-3)}, low=-20, high=20, attributes={"fmod": 1}),
+    Case("Mod", {"x": (L, BSN)}, {"y": ints(-3)}, low=-20, high=20, attributes={"fmod": 1}),
     Case("Mod", {"x": (F, BSN)}, {"y": np.array(0.7, np.float32)}, attributes={"fmod": 1}),
     *[Case("Pow", {"x": (F, BSN)}, {"y": np.array(e, np.float32)}, low=0.1) for e in (2, 3, 0.5, -1, 1.7, -0.5, 7)],
     Case("Pow", {"x": (F, BSN), "y": (F, BSN)}, low=0.1, tolerance=1e-5),
-    Case("Pow", {"x": (I, BSN)}, {"y": ints(2)}),
-    Case("Neg", {"x": (I, BSN)}),
+    Case("Pow", {"x": (L, BSN)}, {"y": ints(2)}),
+    Case("Neg", {"x": (L, BSN)}),
     Case("Abs", {"x": ("int32", BSN)}),
-    Case("Sign", {"x": (I, BSN)}),
+    Case("Sign", {"x": (L, BSN)}),
     *[Case(op, {"x": (U, BSN), "y": (U, BSN)}) for op in ("And", "Or", "Xor", "Equal")],
     Case("Not", {"x": (U, BSN)}),
     Case("Where", {"c": (U, ("B", 1, "S", "N")), "x": (F, BSN), "y": (F, ())}),
-    Case("Where", {"c": (U, BSN), "x": (I, BSN)}, {"y": ints(-1)}),
+    Case("Where", {"c": (U, BSN), "x": (L, BSN)}, {"y": ints(-1)}),
     *[Case("Cast", {"x": (F, BSN)}, attributes={"to": t}) for t in (1, 6, 7, 9, 10)],
-    *[Case("Cast", {"x": (I, BSN)}, attributes={"to": t}) for t in (1, 2, 3, 6, 7, 9, 11)],
+    *[Case("Cast", {"x": (L, BSN)}, attributes={"to": t}) for t in (1, 2, 3, 6, 7, 9, 11)],
     *[Case("Cast", {"x": (U, BSN)}, attributes={"to": t}) for t in (1, 7, 9)],
     Case("Clip", {"x": (F, BSN)}, {"a": np.array(-1, np.float32), "b": np.array(0.5, np.float32)}),
     Case("Clip", {"x": (F, BSN)}, {"b": np.array(0.5, np.float32)}, order="x _ b"),
     Case("LeakyRelu", {"x": (F, BSN)}, attributes={"alpha": 0.2}),
     Case("Sum", {"x": (F, BSN), "y": (F, ("N",)), "z": (F, (1,))}),
-    Case("BitwiseAnd", {"x": (I, BSN), "y": (I, BSN)}),
+    Case("BitwiseAnd", {"x": (L, BSN), "y": (L, BSN)}),
     Case("IsInf", {"x": (F, BSN)}, attributes={"detect_negative": 0}),
     # movement
     *[Case("Transpose", {"x": (F, BSN)}, attributes={"perm": p}) for p in ([0, 2, 1], [1, 0, 2], [2, 1, 0], [1, 2, 0])],
@@ -104,35 +104,38 @@ CASES = [
     Case("Tile", {"x": (F, ("B", "S", 3))}, {"r": ints(1, 2, 3)}),
     Case("Tile", {"x": (F, ("S",))}, {"r": ints(3)}),
     Case("Slice", {"x": (F, BSN)}, {"s": ints(1), "e": ints(2**62), "a": ints(1)}),
-    Case("Slice", {"x": (F, ("B", "S", 40))}, {"s": ints(-1, 38), "e": ints(-(2**62), 3), "a": ints(1, 2), "t": ints(-1, -3)}),
+    Case(
+        "Slice",
+        {"x": (F, ("B", "S", 40))},
+        {"s": ints(-1, 38), "e": ints(-(2**62), 3), "a": ints(1, 2), "t": ints(-1, -3)},
+    ),
     Case("Slice", {"x": (F, ("B", 64))}, {"s": ints(32), "e": ints(64), "a": ints(-1)}),
     Case("Slice", {"x": (F, ("B", "S"))}, {"s": ints(-3), "e": ints(2**62), "a": ints(1)}),
     Case("Concat", {"x": (F, BSN), "y": (F, BSN), "z": (F, BSN)}, attributes={"axis": 1}),
     Case("Concat", {"x": (F, ("B", "S", 32)), "y": (F, ("B", "S", 64))}, attributes={"axis": -1}),
     Case("Concat", {"x": (F, ("B", "S", 3)), "y": (F, ("B", "S", 2))}, attributes={"axis": 2}),
-    Case("Concat", {"x": (I, ("S",)), "y": (I, ("N",))}, attributes={"axis": 0}),
+    Case("Concat", {"x": (L, ("S",)), "y": (L, ("N",))}, attributes={"axis": 0}),
     Case("Concat", {"x": (U, ("S",)), "y": (U, ("N",))}, attributes={"axis": 0}),
     Case("Pad", {"x": (F, ("B", "S"))}, {"p": ints(1, 2, 0, 3), "v": np.array(7, np.float32)}),
     Case("Pad", {"x": (F, ("S", 8))}, {"p": ints(-1, 0, 2, 0)}),
-    Case("Pad", {"x": (F, ("B", 9))}, {"p": ints(2, 3)}, order="x p _ a", attributes={"mode": "reflect"}),
-    Case("Gather", {"x": (F, (7, "S")), "i": (I, ("B", "N"))}, low=-7, high=7),
+    Case("Pad", {"x": (F, ("B", 9))}, {"p": ints(2, 3), "a": ints(1)}, order="x p _ a", attributes={"mode": "reflect"}),
+    Case("Gather", {"x": (F, (7, "S")), "i": (L, ("B", "N"))}, low=-7, high=7),
     Case("Gather", {"x": (F, ("B", 7)), "i": ("int32", ("S",))}, low=-7, high=7, attributes={"axis": 1}),
     Case("Gather", {"x": (F, ("B", "S", 5))}, {"i": np.array(-1)}, attributes={"axis": 1}),
-    Case("Gather", {"x": (F, ("B", 7, "N")), "i": (I, ())}, low=-7, high=7, attributes={"axis": 1}),
-    Case("GatherElements", {"x": (F, ("B", 7)), "i": (I, ("B", "S"))}, low=-7, high=7, attributes={"axis": 1}),
-    Case("GatherND", {"x": (F, (3, 4, "N")), "i": (I, ("S", 2))}, low=-3, high=3),
-    Case("GatherND", {"x": (F, ("B", 4, "N")), "i": (I, ("B", 1))}, low=-3, high=3, attributes={"batch_dims": 1}),
+    Case("Gather", {"x": (F, ("B", 7, "N")), "i": (L, ())}, low=-7, high=7, attributes={"axis": 1}),
+    Case("GatherElements", {"x": (F, ("B", 7)), "i": (L, ("B", "S"))}, low=-7, high=7, attributes={"axis": 1}),
+    Case("GatherND", {"x": (F, (3, 4, "N")), "i": (L, ("S", 2))}, low=-3, high=3),
+    Case("GatherND", {"x": (F, ("B", 4, "N")), "i": (L, ("B", 1))}, low=-3, high=3, attributes={"batch_dims": 1}),
     Case("Trilu", {"x": (F, BSN)}),
     Case("Trilu", {"x": (F, BSN)}, {"k": np.array(-1)}, attributes={"upper": 0}),
-    Case("Trilu", {"x": (I, ("S", "S"))}, {"k": np.array(1)}),
+    Case("Trilu", {"x": (L, ("S", "S"))}, {"k": np.array(1)}),
     Case("Reshape", {"x": (F, ("B", "S", 24))}, {"s": ints(0, 0, 3, 8)}),
     Case("Reshape", {"x": (F, ("B", "S", 24))}, {"s": ints(0, -1, 8)}),
     # made from sizes
     Case("EyeLike", {"x": (F, ("S", "N"))}, attributes={"k": 1}),
-    Case("OneHot", {"i": (I, ("B", "S"))}, {"d": np.array(6), "v": np.array([-1, 2], np.float32)}, low=-7, high=8),
+    Case("OneHot", {"i": (L, ("B", "S"))}, {"d": np.array(6), "v": np.array([-1, 2], np.float32)}, low=-7, high=8),
     Case("Shape", {"x": (F, ("B", "S", 4))}),
 ]
-CASES = [c if c.op != "Pad" or "reflect" not in str(c) else Case("Pad", c.inputs, {"p": ints(2, 3), "a": ints(1)}, c.order, c.attributes) for c in CASES]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -152,7 +155,9 @@ def run_one(proto: onnx.ModelProto, given: Mapping[str, Array]) -> Array:
 SPECIAL = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1, -1, 1e-30, 88.9, -104, 3e38, 5e-39], np.float32)
 
 
-@pytest.mark.parametrize("op", ["Exp", "Erf", "Tanh", "Sigmoid", "Relu", "Abs", "Neg", "Sign", "Floor", "Round", "IsNaN"])
+@pytest.mark.parametrize(
+    "op", ["Exp", "Erf", "Tanh", "Sigmoid", "Relu", "Abs", "Neg", "Sign", "Floor", "Round", "IsNaN"]
+)
 def test_special_values(op: str) -> None:
     proto = Case(op, {"x": (F, ("N",))}).model()
     with np.errstate(all="ignore"):
@@ -173,7 +178,7 @@ def test_pairs_of_special_values(op: str) -> None:
 def test_integer_division_never_traps() -> None:
     x = ints(7, -7, np.iinfo(np.int64).min, 5)
     y = ints(2, 2, -1, 0)
-    proto = Case("Div", {"x": (I, ("N",)), "y": (I, ("N",))}).model()
+    proto = Case("Div", {"x": (L, ("N",)), "y": (L, ("N",))}).model()
     np.testing.assert_array_equal(run_one(proto, {"x": x, "y": y})[[0, 1, 3]], [3, -3, 0])
 
 
@@ -183,7 +188,7 @@ def test_an_index_out_of_range_is_an_error(bad: int, shape: tuple[int, ...]) -> 
     index = np.zeros(shape, np.int64)
     index.flat[-1] = bad
     for data, axis in (((7, 5), 0), ((5, 7), 1)):
-        proto = Case("Gather", {"x": (F, data), "i": (I, shape)}, attributes={"axis": axis}).model()
+        proto = Case("Gather", {"x": (F, data), "i": (L, shape)}, attributes={"axis": axis}).model()
         with pytest.raises(IndexError, match="node returned 1"):
             compile_model(proto).run({"x": np.zeros(data, np.float32), "i": index})
 
@@ -210,4 +215,8 @@ def test_empty_tensors() -> None:
     compiled = compile_model(proto)
     y = np.ones((2, 3, 4), np.float32)
     np.testing.assert_array_equal(compiled.run({"x": np.empty((2, 0, 4), np.float32), "y": y})["out"], y)
-    assert compiled.run({"x": np.empty((0, 1, 4), np.float32), "y": np.empty((0, 2, 4), np.float32)})["out"].shape == (0, 3, 4)
+    assert compiled.run({"x": np.empty((0, 1, 4), np.float32), "y": np.empty((0, 2, 4), np.float32)})["out"].shape == (
+        0,
+        3,
+        4,
+    )

@@ -7,9 +7,18 @@ import onnx_graphsurgeon as gs
 import pytest
 from lowering import Compiled, assert_same, compile_model, model, reference
 from onnx import helper
-from test_lower_pointwise import BSN, SIZES, Case, F, I, feeds, ints
+from test_lower_pointwise import BSN, SIZES, Case, F, L, feeds, ints
 
-REDUCE = ["ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSumExp"]
+REDUCE = [
+    "ReduceSum",
+    "ReduceMean",
+    "ReduceMax",
+    "ReduceMin",
+    "ReduceL1",
+    "ReduceL2",
+    "ReduceSumSquare",
+    "ReduceLogSumExp",
+]
 CASES = [
     *[Case(op, {"x": (F, BSN)}, {"a": ints(-1)}, tolerance=1e-5) for op in REDUCE],
     *[Case(op, {"x": (F, ("B", 6, "N"))}, {"a": ints(1)}, attributes={"keepdims": 0}, tolerance=1e-5) for op in REDUCE],
@@ -18,26 +27,26 @@ CASES = [
     Case("ReduceMean", {"x": (F, ("B", "S"))}, attributes={"keepdims": 0}, tolerance=1e-5),
     Case("ReduceProd", {"x": (F, ("B", 5))}, {"a": ints(1)}, tolerance=1e-5),
     Case("ReduceLogSum", {"x": (F, ("B", 5))}, {"a": ints(1)}, low=0.1, tolerance=1e-5),
-    *[Case(op, {"x": (I, BSN)}, {"a": ints(2)}, low=-9, high=9) for op in ("ReduceSum", "ReduceMax", "ReduceMin")],
-    Case("ReduceMax", {"x": (I, ("B", "S"))}, {"a": ints(0)}, low=-9, high=9),
+    *[Case(op, {"x": (L, BSN)}, {"a": ints(2)}, low=-9, high=9) for op in ("ReduceSum", "ReduceMax", "ReduceMin")],
+    Case("ReduceMax", {"x": (L, ("B", "S"))}, {"a": ints(0)}, low=-9, high=9),
     *[Case(op, {"x": (F, BSN)}, attributes={"axis": a}) for op in ("Softmax", "LogSoftmax") for a in (-1, 1, 0)],
     Case("Softmax", {"x": (F, ("B", 300))}, low=-80, high=80),
     *[Case(op, {"x": (F, BSN)}, attributes={"axis": a}) for op in ("ArgMax", "ArgMin") for a in (-1, 1)],
     *[
-        Case(op, {"x": (I, BSN)}, attributes={"axis": a, "keepdims": 0, "select_last_index": 1})
+        Case(op, {"x": (L, BSN)}, attributes={"axis": a, "keepdims": 0, "select_last_index": 1})
         for op in ("ArgMax", "ArgMin")
         for a in (2, 0)
     ],
     *[
         Case("CumSum", {"x": (d, BSN)}, {"a": np.array(a)}, attributes={"exclusive": e, "reverse": r}, tolerance=1e-5)
-        for d, a, e, r in ((F, 1, 0, 0), (F, 2, 1, 0), (I, -1, 0, 1), (I, 0, 1, 1))
+        for d, a, e, r in ((F, 1, 0, 0), (F, 2, 1, 0), (L, -1, 0, 1), (L, 0, 1, 1))
     ],
     Case("MatMul", {"x": (F, ("B", "S", "N")), "y": (F, ("B", "N", 19))}, tolerance=1e-5),
     Case("MatMul", {"x": (F, ("B", 3, "S", 32)), "y": (F, ("B", 1, 32, "S"))}, tolerance=1e-5),
     Case("MatMul", {"x": (F, ("S", 7)), "y": (F, ("B", 7, 64))}, tolerance=1e-5),
     Case("MatMul", {"x": (F, (9,)), "y": (F, ("B", 9, "S"))}, tolerance=1e-5),
     Case("MatMul", {"x": (F, ("B", "S", 9)), "y": (F, (9,))}, tolerance=1e-5),
-    Case("MatMul", {"x": (I, ("B", 1, "S")), "y": (I, ("S", 3))}),
+    Case("MatMul", {"x": (L, ("B", 1, "S")), "y": (L, ("S", 3))}),
 ]
 
 
@@ -80,7 +89,9 @@ def test_conv(x: tuple[int | str, ...], w: tuple[int, ...], attributes: dict, bi
 @pytest.mark.parametrize("axis", [-1, 1])
 def test_topk(largest: int, axis: int) -> None:
     node = helper.make_node("TopK", ["x", "k"], ["v", "i"], "node", axis=axis, largest=largest)
-    proto = model([node], {"x": (F, ("B", 9, "N"))} if axis == 1 else {"x": (F, ("B", "S", 9))}, ["v", "i"], {"k": ints(4)})
+    proto = model(
+        [node], {"x": (F, ("B", 9, "N"))} if axis == 1 else {"x": (F, ("B", "S", 9))}, ["v", "i"], {"k": ints(4)}
+    )
     compiled = compile_model(proto)
     rng = np.random.default_rng(0)
     for dims in ((2, 9, 3), (1, 9, 17)):

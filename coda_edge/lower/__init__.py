@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from . import fused, matmul, ops_create, ops_math, ops_movement, pointwise, reduction
 from .planner import Lowered, lower
-from .registry import KERNELS, POINTWISE, kernel, pointwise as pointwise_operator
+from .registry import KERNELS, POINTWISE
 
-__all__ = ["KERNELS", "POINTWISE", "Lowered", "kernel", "lower", "pointwise_operator"]
+__all__ = ["KERNELS", "POINTWISE", "Lowered", "lower"]
+
+# Imported for the operators that they register.
+_RULES = (fused, matmul, ops_create, ops_math, ops_movement, pointwise, reduction)

@@ -184,6 +184,15 @@ class Emitter:
         scope.memo[key] = value
         return value
 
+    def once(self, key: str, compute: Callable[[], Expr]) -> Expr:
+        """``bind(compute())``, computed at most once for each ``key`` wherever its result can still be read."""
+        for scope in self._scopes:
+            if key in scope.memo:
+                return scope.memo[key]
+        value = self.bind(compute())
+        self._scopes[self._variables_depth(value)].memo[key] = value
+        return value
+
     def require(self, condition: Expr) -> None:
         """Leaves the kernel with an error unless ``condition`` holds, before anything that is written later.
 
@@ -227,7 +236,8 @@ class Emitter:
                 raise Granule(run)
             raise ScalarLanes
         if _divides(quotient):
-            quotient = self.bind(tirx.truncdiv(index, divisor))
+            uniform = self.varies(index) and not self.varies(quotient)
+            quotient = self.bind(quotient if uniform else tirx.truncdiv(index, divisor))
             remainder = self.bind(index - quotient * divisor)
             self._know(quotient, None)
             self._know(remainder, as_int(divisor))

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 from tvm import tirx
-from tvm.tirx import Buffer
 
 from .. import ir
 from ..errors import UnsupportedOperator
@@ -187,8 +186,7 @@ def _padding(
         pads = node.attrs.get("pads") if mode == "NOTSET" else None
         return [int(p) for p in pads[: len(window)]] if pads else [0] * len(window)
     totals = [
-        simplify((o - 1) * s + r - i)
-        for i, o, r, s in zip(x, y, _reach(window, dilations), strides, strict=True)
+        simplify((o - 1) * s + r - i) for i, o, r, s in zip(x, y, _reach(window, dilations), strides, strict=True)
     ]
     return [
         max(0, _static(node, t)) // 2 if mode == "SAME_UPPER" else (max(0, _static(node, t)) + 1) // 2 for t in totals

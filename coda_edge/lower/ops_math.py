@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 from tvm import tirx
@@ -248,7 +248,7 @@ def clip(op: Application) -> View:
     """Clip: the bounds are optional scalars; NaN stays NaN."""
     low, high = op.optional(1), op.optional(2)
 
-    def at(indices: list[Expr]) -> Expr:
+    def at(indices: Sequence[Expr]) -> Expr:
         x = op.view(0).at(indices)
         x = maximum(x, low.at(broadcast(indices, low.shape))) if low is not None else x
         return minimum(x, high.at(broadcast(indices, high.shape))) if high is not None else x

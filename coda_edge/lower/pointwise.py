@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from tvm import tirx
 from tvm.tirx import Buffer
 
 from .. import ir
+from ..frontend import infer
 from ..ir import Tensor
 from ..symbolic import Dim, simplify
 from .emit import SUM, Emitter, Expr, Granule, ScalarLanes, dtype_of, int64
@@ -90,6 +91,12 @@ def lower_map(node: gs.Node, context: Context) -> list[KernelCall]:
     graph: gs.Graph = node.attrs["body"]
     inputs = {inner.name: outer for inner, outer in zip(graph.inputs, node.inputs, strict=True)}
     names = {inner.name: outer.name for inner, outer in zip(graph.outputs, node.outputs, strict=True)}
+    outside = {
+        i.name: context.values[o.name]
+        for i, o in zip(graph.inputs, node.inputs, strict=True)
+        if o.name in context.values
+    }
+    context = replace(context, values=infer(graph, outside).values)
     nodes = ir.in_order(graph)
     statistics = [n for n in nodes if n.op == "RowMoments"]
     nodes = [n for n in nodes if n.op != "RowMoments"]
@@ -223,19 +230,19 @@ def _rows_with_moments(
         row, start = emit.unravel(item, lead), item * width
         row_buffer, row_start = (kept, start) if kept is not None else (emit.scratch("float32"), int64(0))
 
-        with emit.reduction(SUM, "float32") as total:
-            with emit.loop(emit.size(ratio(last, run))) if emit.granule else nullcontext(int64(0)) as turn:
+        turns = emit.loop(emit.size(ratio(last, run))) if emit.granule else nullcontext(int64(0))
+        with emit.reduction(SUM, "float32") as total, turns as turn:
 
-                def first(position: Expr, lane: Expr, width: int) -> None:
-                    column = turn * emit.size(run) + position
-                    for view, buffer in outputs:
-                        emit.store(buffer, start + column, view.at([*row, column]))
-                    x = value.at([*row, column])
-                    if kept is None:
-                        emit.store(row_buffer, column, widen(x))
-                    total.add(widen(x), lane)
+            def first(position: Expr, lane: Expr, width: int) -> None:
+                column = turn * emit.size(run) + position
+                for view, buffer in outputs:
+                    emit.store(buffer, start + column, view.at([*row, column]))
+                x = value.at([*row, column])
+                if kept is None:
+                    emit.store(row_buffer, column, widen(x))
+                total.add(widen(x), lane)
 
-                emit.span(emit.size(run), first)
+            emit.span(emit.size(run), first)
         mean = emit.bind(total.result / tirx.Cast("float32", width))
         with emit.reduction(SUM, "float32") as squares:
 

@@ -172,9 +172,7 @@ def lower_log_sum_exp(node: gs.Node, context: Context) -> list[KernelCall]:
         largest = emit.bind(run.reduce(MAX, lambda here: _cast("float32", x.at(here)), "float32"))
         finite = tirx.Select(largest > constant(-3.4e38, "float32"), largest, constant(0, "float32"))
         shift = emit.bind(tirx.Select(largest < constant(3.4e38, "float32"), finite, constant(0, "float32")))
-        total = run.reduce(
-            SUM, lambda here: emit.bind(intrinsics.exp(_cast("float32", x.at(here)) - shift)), "float32"
-        )
+        total = run.reduce(SUM, lambda here: emit.bind(intrinsics.exp(_cast("float32", x.at(here)) - shift)), "float32")
         return intrinsics.log(total) + shift
 
     return [_reduction(node, context, write)]
@@ -201,9 +199,7 @@ def _axes(node: gs.Node) -> list[int]:
     return sorted(int(a) % rank for a in given)
 
 
-def _reduction(
-    node: gs.Node, context: Context, write: Callable[[Emitter, View, Run, Expr], Expr]
-) -> KernelCall:
+def _reduction(node: gs.Node, context: Context, write: Callable[[Emitter, View, Run, Expr], Expr]) -> KernelCall:
     source, out = node.inputs[0], node.outputs[0]
     shape, axes = ir.shape(source), _axes(node)
 

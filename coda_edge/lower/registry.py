@@ -210,9 +210,13 @@ def literal(data: npt.NDArray[Any], shape: tuple[Dim, ...], dtype: str, emit: Em
     return View(shape, dtype, at)
 
 
-def shared(view: View, emit: Emitter) -> View:
-    """``view`` with each element that it is asked for computed once."""
-    return View(view.shape, view.dtype, lambda idx: emit.bind(view.at(idx)))
+def shared(name: str, view: View, emit: Emitter) -> View:
+    """``view`` of the tensor ``name``, with each element that it is asked for computed once."""
+
+    def at(indices: Sequence[Expr]) -> Expr:
+        return emit.once(f"{name} at {[str(i) for i in indices]}", lambda: view.at(indices))
+
+    return View(view.shape, view.dtype, at)
 
 
 def apply(
@@ -220,6 +224,8 @@ def apply(
 ) -> None:
     """Adds to ``views`` the views of all outputs of pointwise ``nodes``, which are in topological order."""
     for node in nodes:
+        if inlined(node.outputs[0], context):
+            continue
         rule = POINTWISE.get(node.op)
         if rule is None:
             raise UnsupportedOperator(node.op, node.name, choices())
@@ -230,7 +236,7 @@ def apply(
             inputs.append(views[tensor.name] if tensor.name else None)
         out = node.outputs[0]
         application = Application(node, emit, tuple(inputs), fold(ir.shape(out)), dtype_name(out))
-        views[out.name] = shared(rule(application), emit)
+        views[out.name] = shared(out.name, rule(application), emit)
 
 
 def choices() -> str:
