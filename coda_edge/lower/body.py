@@ -130,7 +130,7 @@ class Body:
     def function(self, symbol: str, params: Sequence[Expr]) -> tirx.PrimFunc:
         """The kernel of all that was written, with ``params`` (see ``abi``)."""
         func = tirx.PrimFunc(list(params), self._close(), tvm.ir.PrimType("int32"))
-        return func.with_attr("global_symbol", symbol).with_attr("tirx.noalias", True)
+        return func.with_attrs({"global_symbol": symbol, "tirx.noalias": True})
 
     def _close(self) -> Any:
         block = self._blocks.pop()

@@ -55,7 +55,8 @@ class Layout:
         """Whether the panel has columns of the output's range."""
         begin, end = self.range
         after = True if begin < self.width else self.panel >= index(begin // self.width)
-        before = True if end > self.total - self.width else self.panel < index(-(-end // self.width))
+        last_panel = (self.total - 1) // self.width * self.width
+        before = True if end > last_panel else self.panel < index(-(-end // self.width))
         if after is True or before is True:
             return before if after is True else after
         return tirx.And(after, before)
