@@ -37,6 +37,31 @@ def test_embedding_and_its_statistics_are_one_map() -> None:
     assert done.error({"ids": rng.integers(0, 50, (3, 7)), "kinds": rng.integers(0, 2, (3, 7))}) < 2e-6
 
 
+def test_embedding_and_its_mean_square_are_one_map() -> None:
+    m = model(
+        """g (int64[B, S] ids) => (float[B, S, 24] x, float[B, S, 1] q, float[B, S, 1] n, float[B, S, 1] s) {
+            x = Gather(words, ids) p = Pow(x, two) q = ReduceMean(p, last) n = ReduceSumSquare(x, last)
+            a = Abs(x) e = Mul(a, g) s = ReduceSum(e, last)
+        }""",
+        _CONSTANTS | {"two": np.float32(2), "last": np.array([-1])},
+    )
+    done = rewrite(m, [fuse_map.PASS])
+    assert done.ops() == {"Map": 1}
+    for batch, length in ((1, 1), (3, 7)):
+        assert done.error({"ids": np.random.default_rng(0).integers(0, 50, (batch, length))}) < 2e-6
+
+
+def test_the_sum_of_a_product_joins_the_product() -> None:
+    m = model(
+        """g (float[B, 24] a, float[B, 24] c) => (float[B, 24] x, float[B, 1] y) {
+            x = Tanh(a) p = Mul(x, c) y = ReduceSum(p, last) }""",
+        _CONSTANTS | {"last": np.array([-1])},
+    )
+    done = rewrite(m, [fuse_map.PASS])
+    assert done.ops() == {"Map": 2}
+    assert done.error({"a": normal(3, 24), "c": normal(3, 24, seed=9)}) < 2e-6
+
+
 def test_a_mask_is_one_map_for_all_who_read_it() -> None:
     m = model(
         """g (int64[B, S] mask, float[B, 4, S, S] a, float[B, 4, S, S] c) => (float[B, 4, S, S] y, float[B, 4, S, S] z) {

@@ -1,14 +1,14 @@
 """Kernels of pointwise operators: a Map node, or any single node, is one pass over its output.
 
 An item is a row (all indices but the last) and the last axis is done in vectors; a one-dimensional output is cut into
-blocks instead. A body that ends in RowMoments stores a row and then takes its mean and variance in two passes, while it
-is in cache.
+blocks instead. A body that ends in row sums takes them on the way; one that ends in RowMoments stores a row and then takes its
+mean and variance in two passes, while it is in cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TypeVar
@@ -39,7 +39,7 @@ class Body:
 
     ``inputs``: for names that the nodes read, the graph's tensors; a name that is missing is the tensor of that name.
     ``outputs``: values of one shape, with the graph's names for them. ``moments``: a value of that shape whose row mean and
-    variance are wanted, with the graph's names for those.
+    variance are wanted, with the graph's names for those. ``sums``: operator of ``ROW_SUMS``, value and the result's name.
     """
 
     name: str
@@ -48,18 +48,39 @@ class Body:
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     moments: tuple[Tensor, str | None, str | None] | None = None
     source: tuple[str, ...] = ()
+    sums: tuple[tuple[str, Tensor, str], ...] = ()
 
     @property
     def value(self) -> Tensor:
         """A tensor of the shape that the kernel runs over."""
-        return self.outputs[0][0] if self.outputs else self.moments[0] if self.moments else self.nodes[-1].outputs[0]
+        wanted = [t for t, _ in self.outputs] + self._summed()
+        return wanted[0] if wanted else self.nodes[-1].outputs[0]
 
     def leaves(self) -> dict[str, Tensor]:
         """What is read and not computed: by the name that the nodes use, the graph's tensor."""
         made = {t.name for n in self.nodes for t in n.outputs}
         wanted = [t for n in self.nodes for t in n.inputs] + [t for t, _ in self.outputs]
-        wanted += [self.moments[0]] if self.moments is not None else []
+        wanted += self._summed()
         return {t.name: self.inputs.get(t.name, t) for t in wanted if t.name and t.name not in made}
+
+    def _summed(self) -> list[Tensor]:
+        """The values whose row statistics are wanted."""
+        return [*([self.moments[0]] if self.moments is not None else []), *(t for _, t, _ in self.sums)]
+
+
+@dataclass(frozen=True)
+class RowSum:
+    """A sum over a row: of what of each element, and what becomes of the sum and the number of elements."""
+
+    before: Callable[[Expr], Expr] = lambda x: x
+    after: Callable[[Expr, Expr], Expr] = lambda total, count: total
+
+
+ROW_SUMS = {
+    "ReduceSum": RowSum(),
+    "ReduceMean": RowSum(after=lambda total, count: total / tirx.Cast("float32", count)),
+    "ReduceSumSquare": RowSum(before=lambda x: x * x),
+}
 
 
 def attempt(build: Callable[[Emitter], R], lanes: int) -> R:
@@ -99,8 +120,9 @@ def lower_map(node: gs.Node, context: Context) -> list[KernelCall]:
     context = replace(context, values=infer(graph, outside).values)
     nodes = ir.in_order(graph)
     statistics = [n for n in nodes if n.op == "RowMoments"]
-    nodes = [n for n in nodes if n.op != "RowMoments"]
-    computed = {t.name for n in statistics for t in n.outputs}
+    sums = [n for n in nodes if n.op in ROW_SUMS]
+    nodes = [n for n in nodes if n.op != "RowMoments" and n.op not in ROW_SUMS]
+    computed = {t.name for n in (*statistics, *sums) for t in n.outputs}
     groups: list[tuple[list[Tensor], gs.Node | None]] = [([], n) for n in statistics]
     for out in graph.outputs:
         if out.name in computed:
@@ -114,7 +136,10 @@ def lower_map(node: gs.Node, context: Context) -> list[KernelCall]:
             groups.append(([out], None))
     calls: list[KernelCall] = []
     for members, moments in groups:
-        wanted = [*members, *([moments.inputs[0]] if moments is not None else [])]
+        like = moments.inputs[0] if moments is not None else members[0]
+        here = [n for n in sums if identical(ir.shape(like), ir.shape(n.inputs[0]))]
+        sums = [n for n in sums if not any(n is h for h in here)]
+        wanted = [*members, *([moments.inputs[0]] if moments is not None else []), *(n.inputs[0] for n in here)]
         body = Body(
             "map",
             tuple(_needed(nodes, wanted)),
@@ -122,6 +147,7 @@ def lower_map(node: gs.Node, context: Context) -> list[KernelCall]:
             inputs,
             (moments.inputs[0], *(names.get(t.name) for t in moments.outputs)) if moments is not None else None,
             tuple(n.name for n in graph.nodes),
+            tuple((n.op, n.inputs[0], names[n.outputs[0].name]) for n in here),
         )
         calls.append(lower_body(body, context))
     return calls
@@ -161,14 +187,15 @@ def _build(body: Body, context: Context, emit: Emitter) -> KernelCall:
         raise ScalarLanes
     scratch: Dim = 0
     run: Dim = emit.granule or last
-    if body.moments is not None:
-        items, run = _rows_with_moments(body.moments, views, outputs, shape, emit), last
-        scratch = 0 if any(t.name == body.moments[0].name for t, _ in body.outputs) else 4 * last
+    if body.moments is not None or body.sums:
+        items, run = _rows_with_statistics(body, views, outputs, shape, emit), last
+        kept = body.moments is None or any(t.name == body.moments[0].name for t, _ in body.outputs)
+        scratch = 0 if kept else 4 * last
     elif len(shape) < 2 and emit.granule is None:
         items, run = _blocks(outputs, last, shape, emit), BLOCK
     else:
         items = _rows(outputs, shape, emit)
-    statistics = body.moments[1:] if body.moments is not None else ()
+    statistics = (*(body.moments[1:] if body.moments is not None else ()), *(name for _, _, name in body.sums))
     arithmetic = sum(n.op in ELEMENTWISE for n in body.nodes) + 2 * len(statistics)
     return emit.call(
         body.name,
@@ -215,34 +242,47 @@ def _rows(outputs: Sequence[tuple[View, Buffer]], shape: Sequence[Dim], emit: Em
     return rows_of(lead, last)
 
 
-def _rows_with_moments(
-    moments: tuple[Tensor, str | None, str | None],
-    views: Mapping[str, View],
-    outputs: Sequence[tuple[View, Buffer]],
-    shape: Sequence[Dim],
-    emit: Emitter,
+def _rows_with_statistics(
+    body: Body, views: Mapping[str, View], outputs: Sequence[tuple[View, Buffer]], shape: Sequence[Dim], emit: Emitter
 ) -> Dim:
     *lead, last = shape
-    value = views[moments[0].name]
+    moments = body.moments
+    value = views[moments[0].name] if moments is not None else None
     kept = next((b for v, b in outputs if v is value), None)
     width, run = emit.size(last), emit.granule or last
     with emit.items() as item:
         row, start = emit.unravel(item, lead), item * width
-        row_buffer, row_start = (kept, start) if kept is not None else (emit.scratch("float32"), int64(0))
+        row_buffer, row_start = kept, start
+        if value is not None and kept is None:
+            row_buffer, row_start = emit.scratch("float32"), int64(0)
 
         turns = emit.loop(emit.size(ratio(last, run))) if emit.granule else nullcontext(int64(0))
-        with emit.reduction(SUM, "float32") as total, turns as turn:
+        with ExitStack() as totals:
+            total = totals.enter_context(emit.reduction(SUM, "float32")) if value is not None else None
+            sums = [
+                (ROW_SUMS[op].before, views[t.name], totals.enter_context(emit.reduction(SUM, "float32")))
+                for op, t, _ in body.sums
+            ]
+            turn = totals.enter_context(turns)
 
             def first(position: Expr, lane: Expr, width: int) -> None:
                 column = turn * emit.size(run) + position
                 for view, buffer in outputs:
                     emit.store(buffer, start + column, view.at([*row, column]))
-                x = value.at([*row, column])
-                if kept is None:
-                    emit.store(row_buffer, column, widen(x))
-                total.add(widen(x), lane)
+                if value is not None and total is not None:
+                    x = value.at([*row, column])
+                    if kept is None:
+                        emit.store(row_buffer, column, widen(x))
+                    total.add(widen(x), lane)
+                for before, view, accumulator in sums:
+                    accumulator.add(before(emit.bind(widen(view.at([*row, column])))), lane)
 
             emit.span(emit.size(run), first)
+        for (op, t, target), (_, _, accumulator) in zip(body.sums, sums, strict=True):
+            result = ROW_SUMS[op].after(accumulator.result, width)
+            emit.store(emit.buffer(target, dtype_name(t)), item, tirx.Cast(dtype_name(t), result))
+        if moments is None or total is None:
+            return rows_of(lead, last)
         mean = emit.bind(total.result / tirx.Cast("float32", width))
         with emit.reduction(SUM, "float32") as squares:
 
@@ -303,7 +343,7 @@ def _fold(body: Body) -> Fold:
         return tuple
     groups: list[list[int]] = [[0]]
     for axis in range(1, rank):
-        apart = body.moments is not None and axis == rank - 1
+        apart = bool(body.moments or body.sums) and axis == rank - 1
         before = next((a for a in reversed(groups[-1]) if shape[a] != 1), None)
         joined = shape[axis] == 1 or before is None or all(h[axis] == h[before] for h in has if h is not None)
         groups[-1].append(axis) if joined and not apart else groups.append([axis])
