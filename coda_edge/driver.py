@@ -70,7 +70,8 @@ def optimize(
     tell("load", 0.0)
     loaded = frontend.load(model)
     tell("normalize", 0.0)
-    graph = frontend.normalize(loaded, dict(shapes) if shapes else None)
+    normal = frontend.to_normal_form(loaded, dict(shapes) if shapes else None)
+    graph = normal.graph
     specs = _specs(loaded, graph)
     verifier = None
     if verify:
@@ -81,7 +82,7 @@ def optimize(
     tell("export", 0.0)
     exported = export.to_model(graph)
     tell("lower", 0.0)
-    lowered = lower(graph, chosen)
+    lowered = lower(graph, chosen, normal.constraints)
     tell("build kernels", 0.0)
     library = chosen.build(lowered.kernels)
     bundle = plans.Bundle(

@@ -120,10 +120,14 @@ class ExprTable:
             if e.func is sympy.ceiling:
                 numerator = sympy.expand(numerator + denominator - 1)
             return self._entry(ExprOp.FLOORDIV, self._convert(numerator), self._convert(denominator))
+        numerator, denominator = sympy.fraction(sympy.together(e))
+        if denominator != 1:
+            # Whole: sizes that do not divide are refused before.
+            return self._entry(ExprOp.FLOORDIV, self._convert(sympy.expand(numerator)), self._convert(denominator))
         if e.is_Pow and e.exp.is_Integer and e.exp > 0:
             return self._fold(ExprOp.MUL, [self._convert(e.base)] * int(e.exp))
         op = _SYMPY.get(e.func)
-        if op is None or any(a.is_Rational and not a.is_Integer for a in e.args):
+        if op is None:
             raise ValueError(
                 f"size expression {e} cannot be evaluated on the device: only +, *, //, %, min, max of integers can"
             )

@@ -8,8 +8,9 @@ and cancels data movement; ``infer`` gives every tensor its symbolic shape, also
 | ``model`` | read, check, convert, bind sizes |
 | ``normal_form`` | the order in which all of the following run |
 | ``shapes`` with ``shape_rules``, ``layout_rules``, ``value_rules``, ``coda_rules`` | symbolic inference; a new operator is one rule |
+| ``constraints`` | what inference assumed of the inputs' sizes |
 | ``fold``, ``branches`` | constants, equal nodes, control flow that sizes decide |
-| ``builder`` with ``decompose``, ``decompose_attention``, ``contrib``, ``simplify`` | one function for each operator written otherwise |
+| ``builder`` with ``decompose``, ``decompose_attention``, ``contrib``, ``convolution``, ``simplify``, ``transposes`` | one function for each operator written otherwise |
 | ``sizes`` | shape operands as constants, or read from the inputs |
 | ``indexing``, ``spread``, ``movement``, ``rows`` | gathers by counts, lazy Expand, chains of reshapes and transposes |
 """
@@ -17,11 +18,12 @@ and cancels data movement; ``infer`` gives every tensor its symbolic shape, also
 from __future__ import annotations
 
 from . import coda_rules, contrib, layout_rules, shape_rules, value_rules
+from .constraints import ConstraintSet
 from .model import load
-from .normal_form import normalize
+from .normal_form import NormalForm, normalize, to_normal_form
 from .shapes import Constraint, SymbolicInfo, infer
 
-__all__ = ["Constraint", "SymbolicInfo", "infer", "load", "normalize"]
+__all__ = ["Constraint", "ConstraintSet", "NormalForm", "SymbolicInfo", "infer", "load", "normalize", "to_normal_form"]
 
 # Imported for the rules that they register.
 _RULES = (coda_rules, contrib, layout_rules, shape_rules, value_rules)

@@ -5,7 +5,7 @@ Source: the ONNX operator specifications, opsets 18 to 24.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,10 @@ def _reshape(call: Call) -> list[Type]:
         quotient = divide(rest_in, rest_out)
     if quotient is None and isinstance(rest_in, int) and isinstance(rest_out, int):
         raise call.error(f"cannot be reshaped to {list(target)}")
-    out[inferred] = simplify(sympy.sympify(rest_in) / rest_out) if quotient is None else quotient
+    if quotient is None:
+        call.divisible(rest_in, rest_out, f"a Reshape of '{call.node.inputs[0].name}'")
+        quotient = simplify(sympy.sympify(rest_in) / rest_out)
+    out[inferred] = quotient
     return [(call.dtype(), tuple(out))]
 
 
@@ -159,6 +162,7 @@ def _split_sizes(call: Call, size: Dim) -> list[Dim]:
         value = call.value(1)
         if value is None:
             raise call.error("the split sizes are not known")
+        call.equate(size, simplify(sympy.Add(*value)))
         return list(value)
     count = call.attr("num_outputs", len(call.node.outputs))
     each = divide(size, count)
@@ -180,6 +184,9 @@ def _slice(call: Call) -> list[Type]:
             dims[call.axis(axis, len(dims))] = call.fresh(axis)
         return [(call.dtype(), tuple(dims))]
     for axis, start, end, step in parts:
+        low, high = (start, end) if step > 0 else (end, start)
+        if not (isinstance(low, int) and isinstance(high, int)):
+            call.at_most(low, high, call.axis_of(axis))
         dims[axis] = slice_length(start, end, step)
     return [(call.dtype(), tuple(dims))]
 
@@ -210,11 +217,14 @@ def slice_parts(call: Call) -> list[tuple[int, Dim, Dim, int]] | None:
         axis = call.axis(axis, len(dims))
         size = dims[axis]
         low, high = (0, size) if step > 0 else (-1, size - 1)
-        parts.append((axis, _bound(call, start, size, low, high), _bound(call, end, size, low, high), step))
+        first, last = (_bound(call, axis, bound, low, high) for bound in (start, end))
+        parts.append((axis, first, last, step))
     return parts
 
 
-def _bound(call: Call, bound: Any, size: Dim, low: Dim, high: Dim) -> Dim:
+def _bound(call: Call, axis: int, bound: Any, low: int, high: Dim) -> Dim:
+    """``bound`` counted from 0 and within [low, high], which are those of ``axis``."""
+    size, reason = call.shape()[axis], call.axis_of(axis)
     if isinstance(bound, int):
         if bound >= UNBOUNDED:
             return high
@@ -222,15 +232,18 @@ def _bound(call: Call, bound: Any, size: Dim, low: Dim, high: Dim) -> Dim:
             return low
         if bound < 0:
             moved = simplify(size + bound)
-            return max(moved, low) if isinstance(moved, int) and isinstance(low, int) else moved
+            if isinstance(moved, int):
+                return max(moved, low)
+            call.at_most(low, moved, reason)
+            return moved
         if isinstance(high, int):
             return min(bound, high)
-        if bound:
-            call.at_most(bound, high)
+        call.at_most(bound, high, reason)
         return bound
     if bound.is_nonpositive:
         bound = simplify(size + bound)
-    call.at_most(bound, high)
+    call.at_most(low, bound, reason)
+    call.at_most(bound, high, reason)
     return simplify(bound)
 
 
@@ -243,6 +256,11 @@ def _gather(call: Call) -> list[Type]:
 
 @shape_rule("GatherElements")
 def _gather_elements(call: Call) -> list[Type]:
+    dims, picked = call.shape(), call.shape(1)
+    if len(picked) != len(dims):
+        raise call.error("the ranks differ")
+    for axis in set(range(len(dims))) - {call.axis(call.attr("axis", 0), len(dims))}:
+        call.at_most(picked[axis], dims[axis], call.axis_of(axis))
     return [(call.dtype(), call.shape(1))]
 
 
@@ -252,6 +270,10 @@ def _gather_nd(call: Call) -> list[Type]:
     batch = call.attr("batch_dims", 0)
     if not isinstance(indices[-1], int):
         raise call.error("the length of an index is not known")
+    if indices[-1] > len(data) - batch:
+        raise call.error(f"an index has {indices[-1]} elements, the data {len(data) - batch} axes for them")
+    for a, b in zip(data[:batch], indices[:batch], strict=True):
+        call.equate(a, b)
     return [(call.dtype(), (*indices[:-1], *data[batch + indices[-1] :]))]
 
 
@@ -282,6 +304,8 @@ def _range(call: Call) -> list[Type]:
     first, last, step = start.item(), limit.item(), delta.item()
     if all(isinstance(v, int | float) for v in (first, last, step)):
         return [(call.dtype(), (max(int(np.ceil((last - first) / step)), 0),))]
+    low, high = (last, first) if isinstance(step, int | float) and step < 0 else (first, last)
+    call.at_most(low, high, "the length of a range")
     if step in (1, -1):
         return [(call.dtype(), (simplify((last - first) * step),))]
     return [(call.dtype(), (simplify(sympy.ceiling((last - first) / step)),))]
@@ -300,6 +324,15 @@ def _constant_of_shape(call: Call) -> list[Type]:
     return [(dtype, tuple(target.flat))]
 
 
+# By mode: how long an axis must be, to be padded by an amount.
+_PAD_NEEDS: dict[str, Callable[[Dim], Dim]] = {
+    "constant": lambda amount: 0,
+    "edge": lambda amount: 1,
+    "reflect": lambda amount: amount + 1,
+    "wrap": lambda amount: amount,
+}
+
+
 @shape_rule("Pad")
 def _pad(call: Call) -> list[Type]:
     dims = list(call.shape())
@@ -309,5 +342,15 @@ def _pad(call: Call) -> list[Type]:
         raise call.error("the axes are not known")
     for i, axis in enumerate(axes):
         axis = call.axis(axis, len(dims))
-        dims[axis] = call.fresh(axis) if pads is None else simplify(dims[axis] + pads[i] + pads[i + len(axes)])
+        if pads is None:
+            dims[axis] = call.fresh(axis)
+            continue
+        before, after, size = pads[i], pads[i + len(axes)], dims[axis]
+        for amount in (before, after):
+            if amount != 0:
+                call.at_most(
+                    _PAD_NEEDS[call.attr("mode", "constant")](amount), size, f"padding of {call.axis_of(axis)}"
+                )
+        dims[axis] = simplify(size + before + after)
+        call.at_most(0, dims[axis], f"padding of {call.axis_of(axis)}")
     return [(call.dtype(), tuple(dims))]

@@ -3,29 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import onnx
 import onnx_graphsurgeon as gs
 
 from .. import ir
-from . import contrib, decompose_attention, simplify
+from . import contrib, convolution, decompose_attention, simplify, transposes
 from . import decompose as decompose_basic
 from .branches import inline_branches
 from .builder import decompose
+from .constraints import ConstraintSet
 from .fold import Digests, fold_constants, fold_values, inline_constants, merge_constants, merge_nodes
 from .indexing import simplify_indexing
 from .model import bind
 from .movement import compose_movement
 from .rows import sink_row_movement
-from .shapes import infer
+from .shapes import Constraint, SymbolicInfo, infer
 from .sizes import emit_sizes, simplify_bounds, simplify_targets
 from .spread import defer_expands
 
 # Imported for the decompositions that they register.
-_TABLES = (simplify, decompose_basic, decompose_attention, contrib)
+_TABLES = (simplify, transposes, decompose_basic, decompose_attention, contrib, convolution)
 
 # Each round undoes at least one layer of composition; exporters nest a handful.
 _ROUNDS = 12
+
+
+@dataclass(frozen=True)
+class NormalForm:
+    """A graph in normal form, and what was assumed of its inputs' sizes on the way there (also at nodes now gone)."""
+
+    graph: gs.Graph
+    constraints: tuple[Constraint, ...]
+
+
+@dataclass
+class _State:
+    """What is kept from round to round."""
+
+    digests: Digests = field(default_factory=dict)
+    constraints: ConstraintSet = field(default_factory=ConstraintSet)
+
+    def infer(self, graph: gs.Graph) -> SymbolicInfo:
+        """``infer``, its constraints kept."""
+        info = infer(graph)
+        self.constraints.add(info)
+        return info
 
 
 def normalize(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int | str]] | None = None) -> gs.Graph:
@@ -33,49 +57,61 @@ def normalize(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int | str]] 
 
     ``shapes`` gives inputs dimensions by name, as in ``{"input_ids": (1, 128)}``; a string names a dynamic size.
 
-    ``model`` is not changed. Raises ShapeError if ``shapes`` does not fit or a shape cannot be found, UnsupportedOperator for an operator that
+    ``to_normal_form`` gives the constraints on sizes too. ``model`` is not changed.
+
+    Raises ShapeError if ``shapes`` does not fit or a shape cannot be found, UnsupportedOperator for an operator that
     cannot be written in basic ones.
     """
+    return to_normal_form(model, shapes).graph
+
+
+def to_normal_form(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int | str]] | None = None) -> NormalForm:
+    """As ``normalize``, with what was assumed of sizes."""
     graph = gs.import_onnx(model)
     bind(graph, shapes or {})
+    ir.remove_dead(graph)
     inline_constants(graph)
-    digests: Digests = {}
+    # What constants alone determine may be a shape operand that no rule follows.
+    fold_constants(graph)
+    state = _State()
     for _ in range(_ROUNDS):
-        if not _round(graph, digests):
+        if not _round(graph, state):
             break
     fold_constants(graph, expand=True)
-    emit_sizes(graph, infer(graph))
-    _tidy(graph, digests)
-    infer(graph)
+    emit_sizes(graph, state.infer(graph))
+    _tidy(graph, state)
+    state.infer(graph)
     ir.sort(graph)
-    return graph
+    return NormalForm(graph, state.constraints.known_by(graph))
 
 
-def _round(graph: gs.Graph, digests: Digests) -> int:
-    info = infer(graph)
+def _round(graph: gs.Graph, state: _State) -> int:
+    info = state.infer(graph)
     changes = fold_values(graph, info) + fold_constants(graph) + inline_branches(graph)
     if changes:
-        info = infer(graph)
+        info = state.infer(graph)
     changes += simplify_targets(graph) + simplify_bounds(graph, info)
     ir.remove_dead(graph)
-    changes += decompose(graph) + _tidy(graph, digests)
-    return changes or _rearrange(graph, digests)
+    changes += decompose(graph) + _tidy(graph, state)
+    return changes or _rearrange(graph, state)
 
 
-def _rearrange(graph: gs.Graph, digests: Digests) -> int:
+def _rearrange(graph: gs.Graph, state: _State) -> int:
     """What needs every shape: done once nothing else is left to do."""
-    changes = simplify_indexing(graph, infer(graph)) + _tidy(graph, digests)
-    infer(graph)
-    changes += defer_expands(graph) + _tidy(graph, digests)
-    infer(graph)
-    changes += sink_row_movement(graph) + _tidy(graph, digests)
-    infer(graph)
-    return changes + compose_movement(graph) + _tidy(graph, digests)
+    changes = simplify_indexing(graph, state.infer(graph)) + _tidy(graph, state)
+    state.infer(graph)
+    changes += defer_expands(graph) + _tidy(graph, state)
+    state.infer(graph)
+    changes += compose_movement(graph) + _tidy(graph, state)
+    state.infer(graph)
+    changes += sink_row_movement(graph) + _tidy(graph, state)
+    state.infer(graph)
+    return changes + compose_movement(graph) + _tidy(graph, state)
 
 
-def _tidy(graph: gs.Graph, digests: Digests) -> int:
+def _tidy(graph: gs.Graph, state: _State) -> int:
     ir.remove_dead(graph)
-    merge_constants(graph, digests)
+    merge_constants(graph, state.digests)
     changes = merge_nodes(graph)
     ir.remove_dead(graph)
     return changes

@@ -7,8 +7,8 @@ without a rule is asked of ``onnx.shape_inference``, one node at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,12 +32,28 @@ _MOST_VALUES = 256
 
 @dataclass(frozen=True)
 class Constraint:
-    """What inference had to assume of the inputs' sizes at ``node``: ``left relation right``, relation ``=`` or ``<=``."""
+    """What inference had to assume of the inputs' sizes at ``node``: ``left relation right``.
+
+    The relation is ``=``, ``<=`` or ``divisible by``. ``reason`` says in words what would go wrong, as in
+    ``axis 0 of 'positions'``. An equality has been put in wherever its symbol occurred, the inputs included.
+    """
 
     left: Dim
     relation: str
     right: Dim
     node: str
+    reason: str = ""
+
+    @property
+    def symbols(self) -> set[sympy.Symbol]:
+        """The sizes that it is about."""
+        return {s for d in (self.left, self.right) if not isinstance(d, int) for s in d.free_symbols}
+
+    def resolved(self, equal: Equalities) -> Constraint:
+        """The same with ``equal`` put in; an equality stays as it was found."""
+        if self.relation == "=":
+            return self
+        return replace(self, left=equal.resolve(self.left), right=equal.resolve(self.right))
 
     def __str__(self) -> str:
         return f"{self.left} {self.relation} {self.right} (node '{self.node}')"
@@ -45,28 +61,35 @@ class Constraint:
 
 @dataclass
 class SymbolicInfo:
-    """What ``infer`` found. ``values`` holds the tensors, by name, that shapes alone determine (at most 256 elements)."""
+    """What ``infer`` found. ``values`` holds the tensors, by name, that shapes alone determine (at most 256 elements).
+
+    ``equal``: the equalities among ``constraints``, solved.
+    """
 
     shapes: dict[str, tuple[Dim, ...]] = field(default_factory=dict)
     values: dict[str, Values] = field(default_factory=dict)
     constraints: list[Constraint] = field(default_factory=list)
+    equal: Equalities = field(default_factory=lambda: Equalities(()))
 
 
 class Equalities:
-    """Sizes that were assumed equal: each later symbol is an expression in earlier ones, in order of the inputs."""
+    """Sizes that were assumed equal: each later symbol is an expression in earlier ones, in order of the inputs.
+
+    A quotient or the like that cannot be solved for a symbol is known as a whole, if it equals a number.
+    """
 
     def __init__(self, order: Iterable[sympy.Symbol]) -> None:
         self._rank = {s: i for i, s in enumerate(dict.fromkeys(order))}
-        self.known: dict[sympy.Symbol, sympy.Expr] = {}
+        self.known: dict[sympy.Expr, sympy.Expr] = {}
 
     def resolve(self, dim: Dim) -> Dim:
         """``dim`` with the known equalities put in."""
-        if isinstance(dim, int) or not self.known or not (dim.free_symbols & self.known.keys()):
+        if isinstance(dim, int) or not any(k.free_symbols & dim.free_symbols for k in self.known):
             return dim
         return simplify(dim.xreplace(self.known))
 
     def equate(self, a: Dim, b: Dim) -> bool:
-        """Assumes ``a = b`` by solving for their latest symbol; False if no symbol can be solved for."""
+        """Assumes ``a = b`` by solving for their latest symbol, or for a term that is a number; False if neither can be."""
         difference = sympy.expand(sympy.sympify(self.resolve(a)) - sympy.sympify(self.resolve(b)))
         solutions = []
         for s in sorted(difference.free_symbols, key=lambda s: (self._rank.get(s, len(self._rank)), s.name))[::-1]:
@@ -76,10 +99,25 @@ class Equalities:
             if value is not None and s not in rest.free_symbols and value.is_integer and not value.is_negative:
                 solutions.append((s, value))
         if not solutions:
-            return False
+            return self._equate_term(difference)
         # A sum is better than a difference, which might be negative.
         s, value = next((found for found in solutions if found[1].is_nonnegative), solutions[0])
-        self.known = {k: v.xreplace({s: value}) for k, v in self.known.items()} | {s: value}
+        self.known = {k.xreplace({s: value}): v.xreplace({s: value}) for k, v in self.known.items()} | {s: value}
+        return True
+
+    def _equate_term(self, difference: sympy.Expr) -> bool:
+        """Assumes that ``difference``, a term less a number, is 0. A product of sizes is 1 only if each of them is."""
+        number, term = difference.as_coeff_Add()
+        factor, term = term.as_coeff_Mul()
+        value = -number / factor
+        if value == 1 and isinstance(term, sympy.Mul | sympy.Pow):
+            return all(self.equate(base, 1) for base in term.as_powers_dict())
+        if (
+            not isinstance(term, sympy.floor | sympy.ceiling | sympy.Mod | sympy.Max | sympy.Min)
+            or not value.is_integer
+        ):
+            return False
+        self.known[term] = value
         return True
 
 
@@ -91,6 +129,11 @@ class Call:
         self.opset = opset
         self.types = types
         self.state = state
+
+    @property
+    def name(self) -> str:
+        """The node's name, or its output's if it has none."""
+        return str(self.node.name or self.node.outputs[0].name)
 
     def __len__(self) -> int:
         return len(self.node.inputs)
@@ -146,13 +189,26 @@ class Call:
             return a
         if sympy.sympify(a - b).is_zero is False or not equal.equate(a, b):
             raise self.error(f"sizes {a} and {b} would have to be equal")
-        self.state.info.constraints.append(Constraint(a, "=", b, self.node.name))
+        self.state.info.constraints.append(Constraint(a, "=", b, self.name))
         return equal.resolve(a)
 
-    def at_most(self, a: Dim, b: Dim) -> None:
-        """Assumes ``a <= b``."""
-        if not nonnegative(simplify(sympy.sympify(b) - sympy.sympify(a))):
-            self.state.info.constraints.append(Constraint(a, "<=", b, self.node.name))
+    def at_most(self, a: Dim, b: Dim, reason: str) -> None:
+        """Assumes ``a <= b``. Raises ShapeError if it never holds."""
+        room = simplify(sympy.sympify(self.state.equal.resolve(b)) - sympy.sympify(self.state.equal.resolve(a)))
+        if nonnegative(room):
+            return
+        if isinstance(room, int) or room.is_negative:
+            raise self.error(f"{a} would have to be at most {b}: {reason}")
+        self.state.info.constraints.append(Constraint(a, "<=", b, self.name, reason))
+
+    def divisible(self, a: Dim, b: Dim, reason: str) -> None:
+        """Assumes that ``b`` divides ``a``."""
+        self.state.info.constraints.append(Constraint(a, "divisible by", b, self.name, reason))
+
+    def axis_of(self, axis: int, index: int = 0) -> str:
+        """An axis of an input in words."""
+        place = "rows" if axis == 0 and len(self.shape(index)) == 2 else f"axis {axis}"
+        return f"{place} of '{self.node.inputs[index].name}'"
 
     def fresh(self, axis: int, output: int = 0) -> Dim:
         """A new symbol for a dimension that only the data determines."""
@@ -163,7 +219,7 @@ class Call:
         shapes = ", ".join(
             f"{t.name}{list(self.types[t.name][1])}" for t in self.node.inputs if t.name and t.name in self.types
         )
-        return ShapeError(f"{self.node.op} (node '{self.node.name}'): {message}; its inputs are {shapes}")
+        return ShapeError(f"{self.node.op} (node '{self.name}'): {message}; its inputs are {shapes}")
 
     def infer_body(self, graph: gs.Graph) -> list[Type]:
         """Infers a nested graph, whose inputs are the node's, and returns its outputs' types."""
@@ -229,15 +285,16 @@ class _State:
     equal: Equalities
 
 
-def infer(graph: gs.Graph) -> SymbolicInfo:
+def infer(graph: gs.Graph, known: Mapping[str, Values] | None = None) -> SymbolicInfo:
     """Annotates every variable of ``graph`` with dtype and shape (ints and strings) and returns what it found.
 
     Two different sizes that an operator needs to be equal are assumed so: the later symbol (in order of the graph's
-    inputs) is replaced by the earlier one everywhere, the inputs included, and ``constraints`` records it.
+    inputs) is replaced by the earlier one everywhere, the inputs included, and ``constraints`` records it, as it does
+    bounds that sizes must keep. ``known``: the values of some inputs, which a nested graph has from outside.
 
     Raises ShapeError, naming the node, if shapes contradict each other or a rank cannot be found.
     """
-    return _infer(graph, {})
+    return _infer(graph, dict(known or {}))
 
 
 def _infer(graph: gs.Graph, known: dict[str, Values]) -> SymbolicInfo:
@@ -248,7 +305,8 @@ def _infer(graph: gs.Graph, known: dict[str, Values]) -> SymbolicInfo:
             raise ShapeError(f"input '{tensor.name}' has no shape: give one, as in --shape {tensor.name}=1x128")
         types[tensor.name] = (numpy_dtype(tensor.dtype), ir.shape(tensor))
     symbols = [s for t in graph.inputs for d in types[t.name][1] if not isinstance(d, int) for s in _in_order(d)]
-    state = _State(SymbolicInfo(values=dict(known)), Equalities(symbols))
+    equal = Equalities(symbols)
+    state = _State(SymbolicInfo(values=dict(known), equal=equal), equal)
     opset = graph.opset or 18
     for node in ir.in_order(graph):
         for tensor in node.inputs:
@@ -287,6 +345,7 @@ def _visit(call: Call, types: dict[str, Type], state: _State) -> None:
 def _finish(graph: gs.Graph, types: dict[str, Type], state: _State) -> None:
     """Puts the equalities in everywhere and writes dtypes and shapes to the graph's variables."""
     resolve = state.equal.resolve
+    state.info.constraints = [c.resolved(state.equal) for c in state.info.constraints]
     if state.equal.known:
         types = {name: (dtype, tuple(map(resolve, dims))) for name, (dtype, dims) in types.items()}
         state.info.values = {

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
+import sympy
 
 from .. import ir
-from ..bundle.plan import Buffer, BufferKind, ExecutionPlan, PlanStep, TensorInfo
-from ..errors import UnsupportedOperator
-from ..frontend import infer
+from ..bundle.plan import Buffer, BufferKind, Constraint, ExecutionPlan, ExprOp, PlanStep, Relation, TensorInfo
+from ..errors import ShapeError, UnsupportedOperator
+from ..frontend import Constraint as Assumed
+from ..frontend import ConstraintSet, SymbolicInfo, infer
+from ..frontend.constraints import input_symbols
 from ..ir import Tensor
-from ..symbolic import Dim
+from ..symbolic import Dim, simplify
 from .kernel import KernelCall, KernelSource, Packed, Workspace
 from .pointwise import lower_copy, lower_node, product
 from .registry import KERNELS, POINTWISE, Context, choices, identical, inlined
@@ -32,6 +35,9 @@ ALIGNMENT = 64
 _DOMAINS = frozenset({"", "ai.onnx", ir.DOMAIN})
 #: Operators whose kernels read buffers only.
 _READ_BUFFERS = frozenset({"Gemm", "Attention"})
+
+
+_BY_SHAPES_ALONE = "every size must follow from the inputs' shapes; export the model so that it does"
 
 
 @dataclass(frozen=True)
@@ -53,14 +59,25 @@ class Lowered:
         return max(live)
 
 
-def lower(graph: gs.Graph, target: Target) -> Lowered:
+def lower(graph: gs.Graph, target: Target, constraints: Sequence[Assumed] = ()) -> Lowered:
     """The plan of ``graph``, in normal form and after the passes, for ``target``.
 
-    Raises UnsupportedOperator for an operator that neither the registry nor a template covers.
+    ``constraints``: what was assumed of the inputs' sizes before; the plan asks for them and for those that ``graph`` needs still.
+
+    Raises UnsupportedOperator for an operator that neither the registry nor a template covers, ShapeError for a size that
+    no input's shape determines.
     """
-    context = Context(target, infer(graph).values)
+    known = input_symbols(graph)
+    info = infer(graph)
+    for c in info.constraints:
+        if not c.symbols <= known:
+            raise ShapeError(f"{c} is assumed, but data decides it: {_BY_SHAPES_ALONE}")
+    assumed = ConstraintSet()
+    assumed.add(SymbolicInfo(constraints=list(constraints)))
+    assumed.add(info)
+    context = Context(target, info.values)
     calls, roots = _calls(graph, context)
-    return _Planner(graph, roots).plan(calls)
+    return _Planner(graph, roots).plan(calls, assumed.known_by(graph))
 
 
 def _calls(graph: gs.Graph, context: Context) -> tuple[list[KernelCall], dict[str, str]]:
@@ -143,7 +160,7 @@ class _Constants:
     def add(self, data: npt.NDArray[Any]) -> int:
         """The byte offset of ``data``."""
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        key = hashlib.sha256(flat).digest()
+        key = hashlib.sha256(flat.data).digest()
         if key not in self._offsets:
             padding = -self.size % ALIGNMENT
             self.parts += [np.zeros(padding, np.uint8), flat]
@@ -167,8 +184,8 @@ class _Planner:
         self._plan = ExecutionPlan()
         self._buffers: dict[tuple[BufferKind, object], int] = {}
 
-    def plan(self, calls: Sequence[KernelCall]) -> Lowered:
-        """The plan that makes ``calls`` in order."""
+    def plan(self, calls: Sequence[KernelCall], assumed: Sequence[Assumed]) -> Lowered:
+        """The plan that makes ``calls`` in order, for sizes that keep to what is ``assumed``."""
         plan = self._plan
         for infos, tensors in ((plan.inputs, self._graph.inputs), (plan.outputs, self._graph.outputs)):
             infos.extend(self._info(t) for t in tensors)
@@ -179,6 +196,8 @@ class _Planner:
                     kernels.setdefault(source.symbol, source)
             plan.kernels[:] = list(kernels)
             plan.steps.append(self._step(step, call))
+        plan.constraints.extend(c for c in map(self._constraint, assumed) if c is not None)
+        self._check_symbols()
         return Lowered(plan, self._constants.bytes(), list(kernels.values()))
 
     def _info(self, tensor: Tensor) -> TensorInfo:
@@ -201,6 +220,32 @@ class _Planner:
             bytes=add(call.bytes if call.bytes != 0 else self._traffic(call)),
             source=", ".join(call.source),
         )
+
+    def _constraint(self, assumed: Assumed) -> Constraint | None:
+        """The plan's form of a constraint, without differences where it can be; None if it holds for all sizes."""
+        add = self._plan.exprs.add
+        text = f"{assumed.reason} (node '{assumed.node}')"
+        if assumed.relation == "divisible by":
+            rest = simplify(sympy.Mod(assumed.left, assumed.right))
+            return None if rest == 0 else Constraint(Relation.EQUAL, add(rest), add(0), text)
+        room = sympy.expand(sympy.sympify(assumed.right) - sympy.sympify(assumed.left))
+        if room.is_nonnegative:
+            return None
+        if room.is_negative:
+            raise ShapeError(f"{assumed} holds for no sizes: {assumed.reason}")
+        less = [-term for term in sympy.Add.make_args(room) if term.could_extract_minus_sign()]
+        more = room + sympy.Add(*less)
+        return Constraint(Relation.AT_MOST, add(sympy.Add(*less)), add(more), text)
+
+    def _check_symbols(self) -> None:
+        """Raises ShapeError for a size that is no dimension of an input."""
+        exprs = self._plan.exprs
+        entries = [exprs.entries[d] for t in self._plan.inputs for d in t.dims]
+        bound = {exprs.symbols[e.a] for e in entries if e.op == ExprOp.SYMBOL}
+        for name in exprs.symbols:
+            if name not in bound:
+                shapes = ", ".join(f"{t.name}{list(t.shape)}" for t in self._graph.inputs)
+                raise ShapeError(f"size '{name}' is no dimension of an input ({shapes}): {_BY_SHAPES_ALONE}")
 
     def _traffic(self, call: KernelCall) -> Dim:
         total: Dim = 0
