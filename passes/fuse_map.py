@@ -54,8 +54,8 @@ def run(graph: gs.Graph, log: PassLog) -> int:
     for sink in reversed(in_order(graph)):
         if id(sink) in taken or id(sink) in known or sink.domain or sink.op not in POINTWISE - VIEWS:
             continue
-        joining = {id(n) for n in statistics.get(id(sink), [])}
-        group = [n for n in in_order(graph) if id(n) in joining | _group(graph, sink, known)]
+        inside = _group(graph, sink, known) | {id(n) for n in statistics.get(id(sink), [])}
+        group = [n for n in in_order(graph) if id(n) in inside]
         taken.update(id(n) for n in group)
         _replace(editor, group, sink)
         count += 1
