@@ -96,12 +96,12 @@ class Compiled:
             raise IndexError(f"kernel of {source} returned {code}")
 
 
-def compile_model(proto: onnx.ModelProto) -> Compiled:
+def compile_model(proto: onnx.ModelProto, target: Target | None = None) -> Compiled:
     """Lowers ``proto`` as it stands, with no pass and no normalisation."""
     graph = gs.import_onnx(proto)
     for t in graph.inputs:
         t.shape = [d if isinstance(d, int) else str(parse_dim(d)) for d in t.shape]
-    return Compiled(graph)
+    return Compiled(graph, target)
 
 
 def reference(proto: onnx.ModelProto, feeds: Mapping[str, Array]) -> dict[str, Array]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from lowering import assert_same, compile_model, model, reference
@@ -9,6 +11,8 @@ from onnx import helper
 
 from coda_edge.bundle.plan import BufferKind
 from coda_edge.errors import UnsupportedOperator
+from coda_edge.lower import KERNELS, POINTWISE
+from coda_edge.targets import get
 
 node = helper.make_node
 F = "float32"
@@ -122,3 +126,34 @@ def test_an_operator_that_is_not_lowered_is_named_with_the_choices(op: str, doma
     with pytest.raises(UnsupportedOperator, match=r"(?s)odd.*docs/operators\.md") as error:
         compile_model(proto)
     assert error.value.node == "odd"
+
+
+def test_the_documented_operators_are_those_that_are_lowered() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "operators.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| `")]
+    for kind, registered in (("pointwise", POINTWISE), ("kernel", KERNELS)):
+        documented = [op for row in rows if row[2].strip() == kind for op in row[3].split()]
+        assert sorted(documented) == sorted(registered)
+
+
+@pytest.mark.parametrize("name", ["x86-64-v2", "x86-64-v3", "x86-64-v4"])
+def test_every_target_has_the_same_results(name: str) -> None:
+    target = get(name)
+    if target.missing():
+        pytest.skip(f"this CPU is no {name}")
+    nodes = [
+        node("Pow", ["x", "two"], ["p"]),
+        node("Round", ["p"], ["r"]),
+        node("Erf", ["r"], ["e"]),
+        node("Softmax", ["e"], ["m"], axis=-1),
+        node("ReduceSum", ["m", "axes"], ["s"]),
+        node("Transpose", ["s"], ["t"], perm=[2, 1, 0]),
+        node("MatMul", ["m", "w"], ["y"]),
+    ]
+    constants = {"two": np.array(1.5, np.float32), "axes": np.array([1])}
+    proto = model(nodes, X | {"w": (F, (12, 33))}, ["t", "y"], constants)
+    rng = np.random.default_rng(0)
+    x, w = (rng.uniform(0.1, 3, s).astype(np.float32) for s in ((2, 5, 12), (12, 33)))
+    found, expected = compile_model(proto, target).run({"x": x, "w": w}), reference(proto, {"x": x, "w": w})
+    for output in expected:
+        assert_same(found[output], expected[output], 1e-5)
