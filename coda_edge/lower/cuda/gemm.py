@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy.typing as npt
 import sympy
 
-from ...epilogue.program import EpilogueProgram
+from ...epilogue.program import EpilogueProgram, Rows
 from ...epilogue.tir import depth
 from ...errors import ShapeError
 from ...schedule.cuda_gemm import CudaGemmSchedule, choose_cuda_gemm, pack_weight
@@ -54,6 +54,13 @@ def lower_cuda_gemm(
         raise ShapeError(
             f"GEMM '{name}': the epilogue has {len(program.params) - 1} operands and {len(program.outputs)} outputs; "
             f"{len(operands)} and {len(outputs)} were given"
+        )
+    shared = next((p for p in program.params if p.rows is not Rows.ALL or p.period is not None), None)
+    halves = next((o for o in program.outputs if o.halves), None)
+    if shared is not None or halves is not None:
+        raise ShapeError(
+            f"GEMM '{name}': on CUDA operands have all rows and columns and heads are stored as they are; "
+            f"found '{shared or halves}': use the CPU target for this model"
         )
     heads = any(o.heads for o in program.outputs)
     if heads and rows_per_batch is None:
