@@ -18,12 +18,10 @@ or stores the same columns in another way), column operands that are not constan
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
 
@@ -34,7 +32,6 @@ from coda_edge.errors import ShapeError
 from coda_edge.ir import (
     DOMAIN,
     ELEMENTWISE,
-    VIEWS,
     GraphEditor,
     Tensor,
     constant_value,
@@ -51,15 +48,9 @@ from coda_edge.ir import (
 from coda_edge.symbolic import Dim, same
 
 from .base import Pass, PassLog, sources
+from .heads import LEAD, SWAP, Labels, moved, unite_single_heads
 from .pieces import Pieces
 from .region import DTYPES, Refused, program_dtype, shared_rows
-
-_LEAD = 3
-"""Axes before those of a head."""
-_SWAP = [0, 2, 1]
-
-Labels = npt.NDArray[Any]
-"""For each element of a head what it is: an object array of the shape of the axes behind the heads."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +66,13 @@ class _Root:
 
     def lead(self, rows: int) -> tuple[Dim, ...]:
         """The dimensions before those of a head, where axis ``rows`` is S."""
-        dims = shape(self.tensor)[:_LEAD]
-        return dims if rows == self.rows else tuple(dims[i] for i in _SWAP)
+        dims = shape(self.tensor)[:LEAD]
+        return dims if rows == self.rows else tuple(dims[i] for i in SWAP)
 
     @property
     def head(self) -> tuple[int, ...]:
         """The dimensions of a head."""
-        return tuple(int(d) for d in shape(self.tensor)[_LEAD:])
+        return tuple(int(d) for d in shape(self.tensor)[LEAD:])
 
     @property
     def size(self) -> int:
@@ -124,7 +115,7 @@ def run(graph: gs.Graph, log: PassLog) -> int:
     for node in in_order(graph):
         if node.op != "Gemm" or node.domain != DOMAIN:
             continue
-        _unite_single_heads(editor, node)
+        unite_single_heads(editor, node)
         waiting = [str(t.name) for t in node.outputs]
         while waiting:
             name = waiting.pop()
@@ -145,63 +136,6 @@ def run(graph: gs.Graph, log: PassLog) -> int:
     return count
 
 
-def _unite_single_heads(editor: GraphEditor, gemm: gs.Node) -> None:
-    """One head of which only parts are stored is stored whole, and its parts are slices of it.
-
-    With one head a Slice of it is a column range of the product, which growth has let the Gemm store.
-    """
-    program = EpilogueProgram.parse(gemm.attrs["epilogue"])
-    n = int(gemm.inputs[1].shape[1])
-    single = [
-        (o, t)
-        for o, t in zip(program.outputs, gemm.outputs, strict=True)
-        if o.heads is not None and o.heads == program.output_width(o, n) and not o.halves
-    ]
-    for group in _related([t for _, t in single]):
-        members = [(o, t) for o, t in single if any(t is g for g in group)]
-        ranges = [o.columns or (0, n) for o, _ in members]
-        start, end = min(a for a, _ in ranges), max(b for _, b in ranges)
-        covered = {c for a, b in ranges for c in range(a, b)}
-        if len(members) < 2 or len({o.value for o, _ in members}) > 1 or len(covered) < end - start:
-            continue
-        builder = Builder(program)
-        whole = next((t for (_, t), r in zip(members, ranges, strict=True) if r == (start, end)), None)
-        kept = whole
-        if kept is None:
-            like = members[0][1]
-            kept = editor.variable(f"{like.name}.head", like.dtype, (*shape(like)[:_LEAD], end - start))
-            name = next(f"y{i}" for i in itertools.count() if f"y{i}" not in builder.outputs)
-            builder.output(name, members[0][0].value, (start, end), end - start)
-        outputs = [t for t in gemm.outputs if t is kept or not any(t is m for _, m in members)]
-        for (output, tensor), (a, b) in zip(members, ranges, strict=True):
-            if tensor is kept:
-                continue
-            builder.drop_output(output.name)
-            bounds = [editor.constant(f"{tensor.name}.bound", np.array([v])) for v in (a - start, b - start, _LEAD)]
-            part = editor.apply("Slice", [kept, *bounds], shape(tensor), f"{tensor.name}.part")
-            editor.replace(tensor, part)
-        gemm.outputs = outputs if whole is not None else [*outputs, kept]
-        program = builder.build()
-        gemm.attrs["epilogue"] = str(program)
-
-
-def _related(tensors: list[gs.Variable]) -> list[list[gs.Variable]]:
-    """Groups of tensors that meet in an operator that joins or combines elements of heads."""
-    reached: list[tuple[set[int], list[gs.Variable]]] = []
-    for tensor in tensors:
-        seen: set[int] = set()
-        stack = list(tensor.outputs)
-        while stack:
-            node = stack.pop()
-            if id(node) not in seen and not node.domain and (node.op in ELEMENTWISE or node.op in ("Concat", *VIEWS)):
-                seen.add(id(node))
-                stack += [u for t in node.outputs for u in t.outputs]
-        met = [group for group in reached if group[0] & seen]
-        reached = [group for group in reached if not any(group is m for m in met)]
-        reached.append((seen.union(*(s for s, _ in met)), [t for _, g in met for t in g] + [tensor]))
-    return [group for _, group in reached]
-
-
 def _root(graph: gs.Graph, gemm: gs.Node, stored: gs.Variable) -> _Root | None:
     """The heads that ``stored`` holds, if it holds heads: laid out by the Gemm, or split by a Reshape."""
     program = EpilogueProgram.parse(gemm.attrs["epilogue"])
@@ -215,7 +149,7 @@ def _root(graph: gs.Graph, gemm: gs.Node, stored: gs.Variable) -> _Root | None:
         return None
     split = readers[0].outputs[0]
     dims = shape(split)
-    known = len(dims) > _LEAD and all(isinstance(d, int) for d in dims[2:])
+    known = len(dims) > LEAD and all(isinstance(d, int) for d in dims[2:])
     if not known or len(shape(stored)) != 3 or not same_shape(dims[:2], shape(stored)[:2]):
         return None
     return _Root(gemm, program, output, stored, split, rows=1)
@@ -259,7 +193,7 @@ def _grow(graph: gs.Graph, root: _Root) -> _Region:
             region.nodes.append(node)
             region.depends[id(node.outputs[0])] = made
             rows = next(region.rows[id(t)] for t in node.inputs if id(t) in region.rows)
-            swaps = node.op == "Transpose" and [int(p) for p in node.attrs["perm"]][:_LEAD] == _SWAP
+            swaps = node.op == "Transpose" and [int(p) for p in node.attrs["perm"]][:LEAD] == SWAP
             region.rows[id(node.outputs[0])] = 3 - rows if swaps else rows
     return region
 
@@ -273,7 +207,7 @@ def _joined(root: _Root, region: _Region, node: gs.Node, after: set[int]) -> Lab
     rows = region.rows[id(inside[0])]
     if any(region.rows[id(t)] != rows for t in inside):
         raise Refused("its operands have their heads on different axes")
-    if not same_shape(out[:_LEAD], root.lead(rows)) or not all(isinstance(d, int) for d in out[_LEAD:]):
+    if not same_shape(out[:LEAD], root.lead(rows)) or not all(isinstance(d, int) for d in out[LEAD:]):
         raise Refused("its result is no heads")
     if any(len(shape(t)) != len(out) for t in inside):
         raise Refused("its operands have different ranks")
@@ -282,52 +216,11 @@ def _joined(root: _Root, region: _Region, node: gs.Node, after: set[int]) -> Lab
             if t.inputs and id(t.inputs[0]) in after:
                 raise Refused(f"operand '{t.name}' depends on the whole result of the product")
             _operand(root, rows, t, len(out))
-    made = np.empty(tuple(int(d) for d in out[_LEAD:]), object)
+    made = np.empty(tuple(int(d) for d in out[LEAD:]), object)
     arrays = [np.broadcast_to(region.depends[id(t)], made.shape) for t in inside]
     for at in np.ndindex(made.shape):
         made[at] = frozenset().union(*(a[at] for a in arrays))
     return made
-
-
-def moved(node: gs.Node, arrays: Sequence[Labels | None]) -> Labels | None:
-    """What ``node`` makes of heads if it only moves elements within them, whose labels are ``arrays`` (None: no heads)."""
-    first, out = arrays[0], shape(node.outputs[0])
-    if first is None or len(out) <= _LEAD or not all(isinstance(d, int) for d in out[_LEAD:]):
-        return None
-    dims = shape(node.inputs[0])
-    if node.op == "Transpose":
-        perm = [int(p) for p in node.attrs["perm"]]
-        inner = [p - _LEAD for p in perm[_LEAD:]]
-        return first.transpose(inner) if perm[:_LEAD] in ([0, 1, 2], _SWAP) else None
-    if not same_shape(out[:_LEAD], dims[:_LEAD]):
-        return None
-    size = tuple(int(d) for d in out[_LEAD:])
-    if node.op in ("Reshape", "Unsqueeze", "Squeeze"):
-        return first.reshape(size)
-    if node.op == "Concat":
-        axis = int(node.attrs["axis"]) % len(out) - _LEAD
-        known = [a for a in arrays if a is not None]
-        return np.concatenate(known, axis) if axis >= 0 and len(known) == len(arrays) else None
-    if node.op == "Gather":
-        rows, axis = constant_value(node.inputs[1]), int(node.attrs.get("axis", 0)) % len(dims) - _LEAD
-        return np.take(first, rows, axis) if rows is not None and axis >= 0 else None
-    return _sliced(node, first) if node.op == "Slice" else None
-
-
-def _sliced(node: gs.Node, labels: Labels) -> Labels | None:
-    bounds = [constant_value(t) for t in node.inputs[1:]]
-    if any(b is None for b in bounds):
-        return None
-    starts, ends, *rest = (b.reshape(-1).tolist() for b in bounds if b is not None)
-    axes = rest[0] if rest else range(len(starts))
-    steps = rest[1] if len(rest) > 1 else [1] * len(starts)
-    index = [slice(None)] * labels.ndim
-    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
-        axis = axis % (labels.ndim + _LEAD) - _LEAD
-        if axis < 0 or step < 1:
-            return None
-        index[axis] = slice(start, end, step)
-    return labels[tuple(index)]
 
 
 def _pairs(size: int, region: _Region) -> _Pairs | None:
@@ -454,7 +347,7 @@ def _operand(root: _Root, rows: int, tensor: Tensor, rank: int) -> _Operand:
     dims = shape(tensor)
     described = f"operand '{tensor.name}' of shape {list(map(str, dims))}"
     padded = (*(1,) * (rank - len(dims)), *dims)
-    head = padded[_LEAD:]
+    head = padded[LEAD:]
     if len(dims) > rank or not all(isinstance(d, int) for d in head):
         raise Refused(f"{described} does not lie on heads")
     if not same(padded[3 - rows], 1):
@@ -465,7 +358,7 @@ def _operand(root: _Root, rows: int, tensor: Tensor, rank: int) -> _Operand:
     lead = root.lead(rows)
     outer = (padded[0], padded[rows])
     keep = wide[0] if wide else len(head) - 1
-    unit = [3 - rows, *(_LEAD + i for i in range(len(head)) if i != keep)]
+    unit = [3 - rows, *(LEAD + i for i in range(len(head)) if i != keep)]
     axes = tuple(a - rank + len(dims) for a in unit if a >= rank - len(dims))
     dtype = program_dtype(tensor)
     sizes = tuple(int(d) for d in head)
@@ -513,7 +406,7 @@ class _Joint:
             self._labels[id(node.outputs[0])] = made
             return
         out = node.outputs[0]
-        labels = np.empty(tuple(int(d) for d in shape(out)[_LEAD:]), object)
+        labels = np.empty(tuple(int(d) for d in shape(out)[LEAD:]), object)
         inside = [np.broadcast_to(self._labels[id(t)], labels.shape) for t in node.inputs if id(t) in self._labels]
         groups: dict[tuple[object, ...], dict[int, tuple[int, ...]]] = {}
         for at in np.ndindex(labels.shape):
@@ -596,7 +489,7 @@ class _Joint:
 
     def _piece(self, tensor: Tensor, rows: int, group: dict[int, tuple[int, ...]], size: tuple[int, ...]) -> str:
         """The operand that holds what ``tensor`` has for each pair of ``group``."""
-        lies = _operand(self._root, rows, tensor, len(size) + _LEAD)
+        lies = _operand(self._root, rows, tensor, len(size) + LEAD)
         count = int(np.prod(lies.head))
         index = np.broadcast_to(np.arange(count).reshape(lies.head), size)
         rest = min(group.values())
@@ -648,7 +541,7 @@ class _Joint:
         """The tensor ``[B, H, S, D]`` to store; ``tensor`` itself, unless its axes have another order."""
         if self._region.rows[id(tensor)] == 2:
             return tensor
-        dims, order = shape(tensor), [*_SWAP, _LEAD]
+        dims, order = shape(tensor), [*SWAP, LEAD]
         heads = self._editor.variable(f"{tensor.name}.heads", tensor.dtype, [dims[i] for i in order])
         back = self._editor.apply("Transpose", [heads], dims, f"{tensor.name}.rows", perm=order)
         self._editor.replace(tensor, back)
