@@ -89,6 +89,19 @@ def _same_view(b: Builder) -> ir.Tensor | None:
     return b.node.inputs[0] if unchanged(b, b.node.inputs[0]) else None
 
 
+@decomposition("Softmax")
+def _softmax_of_view(b: Builder) -> ir.Tensor | None:
+    """Rows that were flattened, as conversion from opset 11 does it: the rows as they were, and the view behind."""
+    view = ir.made_by(b.node.inputs[0], "Reshape", "Flatten", "Squeeze")
+    if view is None or view.inputs[0].shape is None or b.attr("axis", -1) % b.rank() != b.rank() - 1:
+        return None
+    before, after = ir.shape(view.inputs[0]), ir.shape(b.node.inputs[0])
+    if len(before) <= len(after) or not ir.same_shape(before[-1:], after[-1:]):
+        return None
+    rows = b("Softmax", view.inputs[0], axis=len(before) - 1)
+    return b(view.op, rows, *view.inputs[1:], **view.attrs)
+
+
 @decomposition("Transpose")
 def _same_order(b: Builder) -> ir.Tensor | None:
     perm = list(b.attr("perm", None) or range(b.rank())[::-1])

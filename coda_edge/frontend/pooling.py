@@ -1,0 +1,188 @@
+"""Pooling, transposed convolution and resizing, written in operators that kernels exist for.
+
+| operator | becomes |
+|---|---|
+| MaxPool, AveragePool with few taps | Pad, a Slice for each tap, and their maximum or mean: elementwise, so it fuses with what follows |
+| ConvTranspose, kernel = stride | a matrix product for every pixel, its columns rearranged to the patch |
+| ConvTranspose otherwise | zeros between the elements, then a convolution by the mirrored kernel |
+| Resize, sizes known | a matrix product along each resized axis; the matrix is what Resize makes of the identity |
+
+Sources: ONNX operators of these names, opsets 18 to 22.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+from .. import ir
+from .builder import Builder, decomposition
+from .sizes import TO_END
+
+# Each tap is an operand of an elementwise chain.
+_MOST_TAPS = 32
+# A resizing matrix is dense: beyond this length an axis is not worth one.
+_LONGEST_AXIS = 2048
+
+
+@decomposition("MaxPool", "AveragePool")
+def _pool(b: Builder) -> ir.Tensor | None:
+    kernel = list(b.attr("kernel_shape", None) or [])
+    rank, count = b.rank(), b.rank() - 2
+    strides = b.attr("strides", None) or [1] * count
+    dilations = b.attr("dilations", None) or [1] * count
+    pads = b.attr("pads", None) or [0] * (2 * count)
+    if b.attr("auto_pad", "NOTSET") not in ("NOTSET", "VALID") or b.attr("ceil_mode", 0) or len(b.node.outputs) > 1:
+        return None
+    if math.prod(kernel) > _MOST_TAPS:
+        return None
+    x, maximum = b.node.inputs[0], b.node.op == "MaxPool"
+    around = [0, 0, *pads[:count], 0, 0, *pads[count:]]
+
+    def taps(y: ir.Tensor, fill: float, op: str) -> ir.Tensor:
+        y = b("Pad", y, around, b.editor.constant("fill", np.asarray(fill, b.dtype))) if any(pads) else y
+        total: ir.Tensor | None = None
+        for tap in itertools.product(*map(range, kernel)):
+            starts = [t * d for t, d in zip(tap, dilations, strict=True)]
+            left = [(k - 1 - t) * d for t, k, d in zip(tap, kernel, dilations, strict=True)]
+            ends = [-e if e else TO_END for e in left]
+            part = b("Slice", y, starts, ends, list(range(2, rank)), list(strides))
+            total = part if total is None else b(op, total, part)
+        assert total is not None
+        return total
+
+    if maximum:
+        return taps(x, -np.inf, "Max")
+    if not any(pads) or b.attr("count_include_pad", 0):
+        return b("Div", taps(x, 0.0, "Add"), float(math.prod(kernel)))
+    ones = b("Expand", b.editor.constant("one", np.ones([1] * rank, b.dtype)), b("Shape", x))
+    return b("Div", taps(x, 0.0, "Add"), taps(ones, 0.0, "Add"))
+
+
+@decomposition("ConvTranspose")
+def _conv_transpose(b: Builder) -> ir.Tensor | None:
+    weight = ir.constant_value(b.node.inputs[1])
+    if weight is None or b.attr("auto_pad", "NOTSET") != "NOTSET" or b.attr("output_shape", None):
+        return None
+    count = weight.ndim - 2
+    kernel = list(weight.shape[2:])
+    strides = list(b.attr("strides", None) or [1] * count)
+    dilations = list(b.attr("dilations", None) or [1] * count)
+    pads = list(b.attr("pads", None) or [0] * (2 * count))
+    extra = list(b.attr("output_padding", None) or [0] * count)
+    group = b.attr("group", 1)
+    plain = not any(pads) and not any(extra) and all(d == 1 for d in dilations)
+    if kernel == strides and plain and group == 1:
+        return _patches(b, weight)
+    spread = _spread(b, strides)
+    # Mirrored taps, and filters by output channel: [O/g·g, C/g, *kernel].
+    taps = np.flip(weight, tuple(range(2, weight.ndim)))
+    grouped = taps.reshape(group, weight.shape[0] // group, *weight.shape[1:]).swapaxes(1, 2)
+    filters = np.ascontiguousarray(grouped.reshape(-1, weight.shape[0] // group, *kernel))
+    reach = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
+    before = [r - p for r, p in zip(reach, pads[:count], strict=True)]
+    # The zeros behind the last element are part of what is spread.
+    after = [r - p + e - (s - 1) for r, p, e, s in zip(reach, pads[count:], extra, strides, strict=True)]
+    padded = b("Pad", spread, [0, 0, *before, 0, 0, *after], b.editor.constant("zero", np.zeros((), b.dtype)))
+    operands = [padded, b.editor.constant(f"{b.node.inputs[1].name}.mirrored", filters)]
+    bias = b.input(2)
+    return b(
+        "Conv", *operands, *([] if bias is None else [bias]), group=group, dilations=dilations, kernel_shape=kernel
+    )
+
+
+def _patches(b: Builder, weight: ir.Array) -> ir.Tensor:
+    """Each element makes a patch of its own: ``[n, *d, C] · [C, O·∏k]``, and the patches put side by side."""
+    rank, kernel, out = b.rank(), weight.shape[2:], weight.shape[1]
+    count = rank - 2
+    last = b("Transpose", b.node.inputs[0], perm=[0, *range(2, rank), 1])
+    columns = b.editor.constant(
+        f"{b.node.inputs[1].name}.matrix", np.ascontiguousarray(weight.reshape(weight.shape[0], -1))
+    )
+    y = b("MatMul", last, columns)
+    bias = ir.constant_value(b.node.inputs[2]) if b.input(2) is not None else None
+    if bias is not None:
+        y = b("Add", y, b.editor.constant("bias", np.repeat(bias, math.prod(kernel))))
+    elif b.input(2) is not None:
+        y = b("Add", y, b("Reshape", b("Expand", b("Unsqueeze", b.node.inputs[2], [1]), [1, math.prod(kernel)]), [-1]))
+    sizes = [b("Shape", b.node.inputs[0], start=2 + i, end=3 + i) for i in range(count)]
+    split = b("Reshape", y, b("Concat", [0], *sizes, [out, *kernel], axis=0))
+    # [n, *d, O, *k] to [n, O, d₁, k₁, d₂, k₂, …]
+    order = [0, count + 1, *itertools.chain(*((1 + i, count + 2 + i) for i in range(count)))]
+    turned = b("Transpose", split, perm=order)
+    grown = [
+        b("Mul", s, b.editor.constant("stride", np.array([k], np.int64))) for s, k in zip(sizes, kernel, strict=True)
+    ]
+    return b("Reshape", turned, b("Concat", [0, 0], *grown, axis=0))
+
+
+def _spread(b: Builder, strides: list[int]) -> ir.Tensor:
+    """``stride − 1`` zeros behind every element of each spatial axis."""
+    x = b.node.inputs[0]
+    if all(s == 1 for s in strides):
+        return x
+    rank, count = b.rank(), len(strides)
+    apart = b("Unsqueeze", x, [3 + 2 * i for i in range(count)])
+    tail = [0, 0, *itertools.chain(*((0, s - 1) for s in strides))]
+    wide = b("Pad", apart, [0] * len(tail) + tail, b.editor.constant("zero", np.zeros((), b.dtype)))
+    sizes = [b("Shape", x, start=i, end=i + 1) for i in range(2, rank)]
+    grown = [
+        b("Mul", size, b.editor.constant("stride", np.array([s], np.int64)))
+        for size, s in zip(sizes, strides, strict=True)
+    ]
+    return b("Reshape", wide, b("Concat", [0, 0], *grown, axis=0))
+
+
+@decomposition("Resize")
+def _resize(b: Builder) -> ir.Tensor | None:
+    before, after = ir.shape(b.node.inputs[0]), ir.shape(b.node.outputs[0])
+    if (
+        np.dtype(b.dtype) != np.float32
+        or b.attr("coordinate_transformation_mode", "half_pixel") == "tf_crop_and_resize"
+    ):
+        return None
+    scales = ir.constant_value(b.node.inputs[2]) if b.input(2) is not None else None
+    axes = [i % b.rank() for i in b.attr("axes", None) or range(b.rank())]
+    resized: list[tuple[int, ir.Array]] = []
+    for axis, (old, new) in enumerate(zip(before, after, strict=True)):
+        scale = None if scales is None or not scales.size or axis not in axes else float(scales[axes.index(axis)])
+        if ir.same_shape([old], [new]) and scale in (None, 1.0):
+            continue
+        if not (isinstance(old, int) and isinstance(new, int)) or max(old, new) > _LONGEST_AXIS:
+            return None
+        resized.append((axis, _resizing_matrix(b, old, new, scale)))
+    y: ir.Tensor = b.node.inputs[0]
+    for axis, matrix in resized:
+        order = [i for i in range(b.rank()) if i != axis] + [axis]
+        y = b("MatMul", b("Transpose", y, perm=order), b.editor.constant("resize", matrix))
+        y = b("Transpose", y, perm=[order.index(i) for i in range(b.rank())])
+    return y
+
+
+def _resizing_matrix(b: Builder, old: int, new: int, scale: float | None) -> ir.Array:
+    """``[old, new]``: what Resize along an axis makes of each unit vector. It is linear, and axes are independent."""
+    import onnxruntime
+
+    dropped = ("axes", "keep_aspect_ratio_policy")
+    node = gs.Node(op="Resize", attrs={k: v for k, v in b.node.attrs.items() if k not in dropped})
+    made = gs.exporters.onnx_exporter.OnnxExporter.export_node(node)
+    by_scale = scale is not None
+    operand = np.array([1, 1, 1, scale], np.float32) if by_scale else np.array([1, 1, old, new], np.int64)
+    made.input.extend(["x", "", "s"] if by_scale else ["x", "", "", "s"])
+    made.output.append("y")
+    graph = onnx.helper.make_graph(
+        [made],
+        "resize",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 1, old, old])],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1, 1, old, new])],
+        [onnx.numpy_helper.from_array(operand, "s")],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=8)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (y,) = session.run(None, {"x": np.eye(old, dtype=np.float32)[None, None]})
+    result: ir.Array = np.ascontiguousarray(np.asarray(y)[0, 0])
+    return result

@@ -1,0 +1,123 @@
+"""Pooling, transposed convolutions, resizing and softmaxes of flattened rows: onnxruntime's results, in other operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import pytest
+from coda_edge.passes import PIPELINE
+from onnx import TensorProto, helper, numpy_helper
+from rewriting import model, normal, rewrite
+
+Array = npt.NDArray[Any]
+
+
+def _node(op: str, dims: list[Any], constants: dict[str, Array], absent: int = 0, **attributes: Any) -> onnx.ModelProto:
+    """``y = op(x, constants…)``, with ``absent`` inputs left out between them."""
+    rank = len(dims)
+    graph = helper.make_graph(
+        [helper.make_node(op, ["x", *[""] * absent, *constants], ["y"], name="node", **attributes)],
+        "one",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, dims)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [None] * rank)],
+        [numpy_helper.from_array(v, k) for k, v in constants.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+IMAGE: list[Any] = ["n", 3, "h", "w"]
+POOLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "max": ("MaxPool", {"kernel_shape": [2, 3]}),
+    "max, padded": ("MaxPool", {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [2, 2]}),
+    "max, dilated": ("MaxPool", {"kernel_shape": [2, 2], "dilations": [2, 3]}),
+    "average": ("AveragePool", {"kernel_shape": [3, 2], "strides": [3, 2]}),
+    "average, padded": ("AveragePool", {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}),
+    "average, padding counted": (
+        "AveragePool",
+        {"kernel_shape": [3, 3], "pads": [1, 0, 1, 2], "strides": [2, 1], "count_include_pad": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_pool(name: str) -> None:
+    op, attributes = POOLS[name]
+    done = rewrite(_node(op, IMAGE, {}, **attributes), PIPELINE)
+    assert op not in done.ops() and set(done.ops()) == {"Map"}
+    for shape in ((2, 3, 7, 9), (1, 3, 6, 6)):
+        assert done.error({"x": normal(*shape)}) < 1e-6
+
+
+TRANSPOSED: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "patches": ((3, 4, 2, 2), {"strides": [2, 2]}),
+    "uneven patches": ((3, 4, 3, 2), {"strides": [3, 2]}),
+    "overlapping": ((3, 4, 4, 4), {"strides": [2, 2], "pads": [1, 1, 1, 1]}),
+    "stride 1": ((3, 4, 3, 3), {"pads": [1, 0, 0, 2]}),
+    "more at the end": ((3, 4, 3, 3), {"strides": [2, 3], "output_padding": [1, 2]}),
+    "dilated": ((3, 4, 3, 2), {"strides": [2, 1], "dilations": [2, 3]}),
+    "groups": ((4, 3, 3, 3), {"strides": [2, 2], "group": 2}),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPOSED)
+@pytest.mark.parametrize("bias", [False, True])
+def test_transposed_convolution(name: str, bias: bool) -> None:
+    shape, attributes = TRANSPOSED[name]
+    group = attributes.get("group", 1)
+    constants = {"w": normal(*shape)} | ({"b": normal(shape[1] * group, seed=1)} if bias else {})
+    done = rewrite(_node("ConvTranspose", ["n", shape[0], "h", "w"], constants, **attributes), PIPELINE)
+    assert "ConvTranspose" not in done.ops()
+    assert done.ops()["Gemm"] == ("patches" in name)
+    for size in ((2, shape[0], 4, 5), (1, shape[0], 1, 3)):
+        assert done.error({"x": normal(*size, seed=2)}) < 1e-6
+
+
+def test_transposed_convolution_of_a_sequence() -> None:
+    done = rewrite(_node("ConvTranspose", ["n", 3, "t"], {"w": normal(3, 2, 8)}, strides=[4], pads=[2, 2]), PIPELINE)
+    assert "ConvTranspose" not in done.ops()
+    assert done.error({"x": normal(2, 3, 9)}) < 1e-6
+
+
+RESIZES: dict[str, tuple[dict[str, Array], int, dict[str, Any]]] = {
+    "linear": ({"s": np.array([1, 1, 2, 1.5], np.float32)}, 1, {"mode": "linear"}),
+    "linear, to a size": ({"s": np.array([2, 3, 11, 4], np.int64)}, 2, {"mode": "linear"}),
+    "corners": (
+        {"s": np.array([2, 3, 9, 13], np.int64)},
+        2,
+        {"mode": "linear", "coordinate_transformation_mode": "align_corners"},
+    ),
+    "cubic": ({"s": np.array([1, 1, 1.7, 2.3], np.float32)}, 1, {"mode": "cubic", "cubic_coeff_a": -0.75}),
+    "nearest": (
+        {"s": np.array([1, 1, 2, 3], np.float32)},
+        1,
+        {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESIZES)
+def test_resize(name: str) -> None:
+    constants, absent, attributes = RESIZES[name]
+    done = rewrite(_node("Resize", [2, 3, 5, 7], constants, absent, **attributes), PIPELINE)
+    assert "Resize" not in done.ops()
+    assert done.error({"x": normal(2, 3, 5, 7)}) < 1e-5
+
+
+def test_softmax_of_flattened_rows_is_on_the_rows() -> None:
+    """What conversion from opset 11 makes of Softmax: Flatten, Softmax, Reshape to the shape that it had."""
+    m = model(
+        """
+        g (float[n, 2, s, 5] x) => (float[n, 2, s, 5] y) {
+            shape = Shape (x)
+            flat = Flatten <axis = 3> (x)
+            p = Softmax <axis = -1> (flat)
+            y = Reshape (p, shape)
+        }
+        """
+    )
+    done = rewrite(m, [])
+    assert done.ops() == {"Softmax": 1}
+    assert done.error({"x": normal(3, 2, 4, 5)}) < 1e-6
