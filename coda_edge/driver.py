@@ -22,7 +22,7 @@ from .ir import shape
 from .passes import PIPELINE, Pass, PassLog, run_pipeline
 from .report import Report
 from .session import Session
-from .verify import Verifier, ort_session
+from .verify import Verifier, nudge, ort_session
 
 Model = str | os.PathLike[str] | bytes | onnx.ModelProto
 Progress = Callable[[str, float], None]
@@ -77,7 +77,7 @@ def optimize(
     if verify:
         tell("reference", 0.0)
         reference = ort_session(str(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else loaded)
-        verifier = Verifier.of(specs, reference)
+        verifier = Verifier.of(specs, reference, [ort_session(m) for m in nudge(loaded)])
     log = _rewrite(graph, verifier if verify == "each" else None, tell)
     tell("export", 0.0)
     exported = export.to_model(graph)
