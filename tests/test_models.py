@@ -7,13 +7,15 @@ import math
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnxruntime as ort
 import pytest
 from conftest import TINY, tiny_weights
 
-from models import minilm
+from models import glassllm, minilm, shipped
 from models.recipe import FetchError, Recipe
 
 
@@ -151,3 +153,75 @@ def test_feeds_pad_or_cut_to_a_length() -> None:
     assert {name: value.shape for name, value in feeds.items()} == dict.fromkeys(feeds, (2, 16))
     assert feeds["attention_mask"].sum(1).tolist() == [5, 16]
     assert feeds["input_ids"][0, :5].tolist() == [101, 1037, 2460, 2028, 102]
+
+
+def test_shipped_models_are_named_once_and_whole() -> None:
+    for name, model in shipped.MODELS.items():
+        assert name.isidentifier()
+        assert model.file in model.recipe.files and model.file.endswith(".onnx")
+        assert len(model.recipe.sha256) == 64 and model.recipe.licence
+    with pytest.raises(FetchError, match="no model is called nothing"):
+        shipped.main(["nothing"])
+
+
+def _tiny_glass() -> tuple[dict[str, Any], dict[str, npt.NDArray[np.float32]]]:
+    """A decoder of one layer with weights from a seed: two heads on one, head size 4, hidden width 7."""
+    config = {"vocab_size": 11, "d_model": 8, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_len": 16}
+    config |= {"rope_base": 10000.0, "eps": 1e-6}
+    rng = np.random.default_rng(0)
+    shapes = {"attn.W_Q": (8, 8), "attn.W_K": (8, 4), "attn.W_V": (8, 4), "attn.W_O": (8, 8)}
+    shapes |= {"norm1.gamma": (8,), "norm2.gamma": (8,), "ffn.W1": (8, 7), "ffn.W3": (8, 7), "ffn.W2": (7, 8)}
+    weights = {f"blocks.0.{k}": rng.standard_normal(s).astype(np.float32) for k, s in shapes.items()}
+    weights |= {"E": rng.standard_normal((11, 8)).astype(np.float32), "norm_f.gamma": np.ones(8, np.float32)}
+    return config, weights
+
+
+def _glass_logits(config: dict[str, Any], w: dict[str, Any], ids: list[int]) -> npt.NDArray[np.float64]:
+    """The decoder as it is defined, in float64, without a cache: logits of every position."""
+
+    def norm(x: Any, gain: Any) -> Any:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config["eps"]) * gain
+
+    def rotate(x: Any) -> Any:
+        turned = np.empty_like(x)
+        for m in range(len(x)):
+            for i in range(2):
+                angle = m * config["rope_base"] ** (-2 * i / 4)
+                a, b = x[m, 2 * i], x[m, 2 * i + 1]
+                turned[m, 2 * i : 2 * i + 2] = (
+                    a * np.cos(angle) - b * np.sin(angle),
+                    a * np.sin(angle) + b * np.cos(angle),
+                )
+        return turned
+
+    p = {k.removeprefix("blocks.0."): v.astype(np.float64) for k, v in w.items()}
+    x = p["E"][ids]
+    h = norm(x, p["norm1.gamma"])
+    q, k, v = h @ p["attn.W_Q"], rotate(h @ p["attn.W_K"]), h @ p["attn.W_V"]
+    mixed = []
+    for head in range(2):
+        scores = rotate(q[:, 4 * head : 4 * head + 4]) @ k.T / 2
+        scores[np.triu_indices(len(ids), 1)] = -np.inf
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed.append(shares / shares.sum(-1, keepdims=True) @ v)
+    x = x + np.concatenate(mixed, -1) @ p["attn.W_O"]
+    h = norm(x, p["norm2.gamma"])
+    gate = h @ p["ffn.W1"]
+    x = x + (gate / (1 + np.exp(-gate)) * (h @ p["ffn.W3"])) @ p["ffn.W2"]
+    logits: npt.NDArray[np.float64] = norm(x, p["norm_f.gamma"]) @ p["E"].T
+    return logits
+
+
+def test_glassllm_is_the_decoder_it_says_with_and_without_a_past() -> None:
+    config, weights = _tiny_glass()
+    session = ort.InferenceSession(glassllm.build(config, weights).SerializeToString())
+    ids = [3, 0, 10, 7, 7, 1]
+    expected = _glass_logits(config, weights, ids)
+    none = np.zeros((1, 1, 0, 4), np.float32)
+    first = session.run(None, {"input_ids": np.array([ids[:4]]), "past_keys_0": none, "past_values_0": none})
+    np.testing.assert_allclose(first[0][0], expected[:4], rtol=1e-4, atol=1e-4)
+    later = {"input_ids": np.array([ids[4:]]), "past_keys_0": first[1], "past_values_0": first[2]}
+    np.testing.assert_allclose(session.run(None, later)[0][0], expected[4:], rtol=1e-4, atol=1e-4)
+    tokens = glassllm.greedy(session.run, ids[:3], 2, layers=1, heads=1, size=4)
+    one = int(_glass_logits(config, weights, ids[:3])[-1].argmax())
+    assert tokens == [one, int(_glass_logits(config, weights, [*ids[:3], one])[-1].argmax())]
