@@ -28,6 +28,8 @@ class AttentionSchedule:
 
 def choose_attention(target: Target) -> AttentionSchedule:
     """Tiles that ``target`` holds in registers, blocks whose scores and keys stay in the first-level cache."""
+    if target.registers >= 32 and target.vector == 16:
+        return AttentionSchedule(target.lanes(4), 48, 96, 8, 3, 12, 2)
     if target.registers >= 32:
         return AttentionSchedule(target.lanes(4), 64, 64, 6, 4, 8, 2)
     return AttentionSchedule(target.lanes(4), 48, 96, 6, 2, 6, 2)

@@ -41,6 +41,11 @@ def gemm_candidates(target: Target, classes: int = 1) -> Iterator[GemmSchedule]:
     Wider panels than four vectors would leave too few items. ``classes``: into how many classes the epilogue splits a
     panel's columns, each of which takes whole vectors.
     """
+    for rows, vectors in target.tiles:
+        if vectors % classes == 0:
+            yield GemmSchedule(rows, vectors, target.lanes(4))
+    if any(vectors % classes == 0 for _, vectors in target.tiles):
+        return
     for vectors in range(1, 5):
         if vectors % classes:
             continue

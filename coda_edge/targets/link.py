@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from ..errors import TargetError
 
 _FLAGS = ("-shared", "-nostdlib", "-s", "-Wl,--gc-sections", "-Wl,--no-undefined", "-Wl,-z,noexecstack")
 _SHT_DYNSYM = 11
+_ARITHMETIC = {"arm": ("-lcompiler_rt",)}
+"""By machine: where what its instructions lack is linked in from, 64-bit division above all."""
 
 
 def link_shared(objects: bytes, symbols: Sequence[str], triple: str) -> bytes:
@@ -30,7 +33,8 @@ def link_shared(objects: bytes, symbols: Sequence[str], triple: str) -> bytes:
         source, script, library = Path(folder, "k.o"), Path(folder, "k.map"), Path(folder, "k.so")
         source.write_bytes(objects)
         script.write_text("{ global: " + " ".join(f"{s};" for s in symbols) + " local: *; };\n")
-        command = [*_linker(triple), *_FLAGS, f"-Wl,--version-script={script}", str(source), "-o", str(library)]
+        inputs = [f"-Wl,--version-script={script}", str(source), *_ARITHMETIC.get(triple.partition("-")[0], ())]
+        command = [*linker(triple), *_FLAGS, *inputs, "-o", str(library)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise TargetError(f"kernels do not link for {triple} with `{' '.join(command[:3])}`: {done.stderr.strip()}")
@@ -41,7 +45,7 @@ def link_shared(objects: bytes, symbols: Sequence[str], triple: str) -> bytes:
     return data
 
 
-def _linker(triple: str) -> list[str]:
+def linker(triple: str) -> list[str]:
     """The command that links for ``triple``."""
     host = f"{platform.machine()}-{platform.system().lower()}"
     if triple.startswith(host) and shutil.which("cc"):
@@ -53,21 +57,45 @@ def _linker(triple: str) -> list[str]:
     )
 
 
+@dataclass(frozen=True)
+class _Elf:
+    """How one class of little-endian ELF file is laid out (System V ABI): formats for ``struct``, and where fields are.
+
+    ``sections``: where the header says where the section table is; ``counts``: where the size of an entry and their number are. A
+    ``section`` is unpacked to name, type, flags, address, offset, size, link, info, alignment, entry size; a ``symbol``'s name
+    comes first, its section is the field number ``section_field``.
+    """
+
+    pointer: str
+    sections: int
+    counts: int
+    section: str
+    symbol: str
+    section_field: int
+
+
+_CLASSES = {
+    b"\x7fELF\x01\x01": _Elf("<I", 0x20, 0x2E, "<IIIIIIIIII", "<IIIBBH", 5),
+    b"\x7fELF\x02\x01": _Elf("<Q", 0x28, 0x3A, "<IIQQQQIIQQ", "<IBBH", 3),
+}
+
+
 def undefined_symbols(elf: bytes) -> tuple[str, ...]:
-    """Names that a 64-bit little-endian ELF shared library expects others to define."""
-    if elf[:6] != b"\x7fELF\x02\x01":
-        raise TargetError("the linker gave something else than a 64-bit little-endian ELF library")
-    (offset,) = struct.unpack_from("<Q", elf, 0x28)
-    size, count = struct.unpack_from("<HH", elf, 0x3A)
-    # A section header: name, type, flags, address, offset, size, link, info, alignment, entry size.
-    sections = [struct.unpack_from("<IIQQQQIIQQ", elf, offset + i * size) for i in range(count)]
+    """Names that a little-endian ELF shared library expects others to define. Raises TargetError if it is none."""
+    form = _CLASSES.get(elf[:6])
+    if form is None:
+        raise TargetError("the linker gave something else than a little-endian ELF library")
+    (offset,) = struct.unpack_from(form.pointer, elf, form.sections)
+    size, count = struct.unpack_from("<HH", elf, form.counts)
+    sections = [struct.unpack_from(form.section, elf, offset + i * size) for i in range(count)]
     missing: list[str] = []
     for section in sections:
         if section[1] != _SHT_DYNSYM:
             continue
         names = sections[section[6]][4]
         for at in range(section[4] + section[9], section[4] + section[5], section[9]):
-            name, _, _, where = struct.unpack_from("<IBBH", elf, at)
-            if where == 0:
-                missing.append(elf[names + name : elf.index(0, names + name)].decode())
+            symbol = struct.unpack_from(form.symbol, elf, at)
+            if symbol[form.section_field] == 0:
+                name = names + symbol[0]
+                missing.append(elf[name : elf.index(0, name)].decode())
     return tuple(missing)

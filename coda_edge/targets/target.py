@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 GROUP = "coda_edge.targets"
 NATIVE = "native"
-_BUILT_IN = ("coda_edge.targets.x86_64", "coda_edge.targets.cuda")
+_BUILT_IN = tuple(f"coda_edge.targets.{module}" for module in ("x86_64", "arm64", "arm32", "riscv64", "cuda"))
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Target:
 
     ``tvm``: TVM's target; ``triple``: the linker's. ``features``: what the CPU must have, by the runtime's names; the bundle
     lists them and the runtime refuses a CPU without one. ``vector``: bytes of a vector register, ``registers``: how many
-    there are; the schedules follow from them. ``l1``, ``l2``: data cache bytes of one core that schedules may count on.
+    there are; the schedules follow from them. ``tiles``: the GEMM's register tiles (rows, vectors) to choose from, where measurements
+    say more than the number of registers does. ``l1``, ``l2``: data cache bytes of one core that schedules may count on.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Target:
     registers: int
     l1: int = 32 << 10
     l2: int = 512 << 10
+    tiles: tuple[tuple[int, int], ...] = ()
 
     def lanes(self, itemsize: int) -> int:
         """Elements of ``itemsize`` bytes in a vector register."""

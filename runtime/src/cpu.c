@@ -65,13 +65,33 @@ static uint32_t read_words(uint32_t words[WORDS]) {
 enum { WORDS = 2 };
 
 static const feature FEATURES[] = {
-    {"neon", 0, 1, 0}, {"fp16", 0, 10, 0}, {"dotprod", 0, 20, 0}, {"sve", 0, 22, 0},
-    {"sve2", 1, 1, 0}, {"i8mm", 1, 13, 0}, {"bf16", 1, 14, 0},    {"sme", 1, 23, 0},
+    {"asimd", 0, 1, 0}, {"fp16", 0, 10, 0}, {"dotprod", 0, 20, 0}, {"sve", 0, 22, 0},
+    {"sve2", 1, 1, 0},  {"i8mm", 1, 13, 0}, {"bf16", 1, 14, 0},    {"sme", 1, 23, 0},
 };
 
 static uint32_t read_words(uint32_t words[WORDS]) {
   words[0] = (uint32_t)getauxval(AT_HWCAP);
   words[1] = (uint32_t)getauxval(AT_HWCAP2);
+  return 0;
+}
+
+#elif defined(__arm__) || defined(__riscv)
+#include <sys/auxv.h>
+
+/* Word 0: AT_HWCAP. Bits: Linux arch/arm uapi asm/hwcap.h; on RISC-V one for each letter of the ISA string. */
+enum { WORDS = 1 };
+
+static const feature FEATURES[] = {
+#ifdef __arm__
+    {"neon", 0, 12, 0}, {"vfpv4", 0, 16, 0},
+#else
+    {"m", 0, 'm' - 'a', 0}, {"a", 0, 'a' - 'a', 0}, {"f", 0, 'f' - 'a', 0},
+    {"d", 0, 'd' - 'a', 0}, {"c", 0, 'c' - 'a', 0}, {"v", 0, 'v' - 'a', 0},
+#endif
+};
+
+static uint32_t read_words(uint32_t words[WORDS]) {
+  words[0] = (uint32_t)getauxval(AT_HWCAP);
   return 0;
 }
 

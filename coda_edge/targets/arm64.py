@@ -1,0 +1,30 @@
+"""64-bit Arm (AArch64) on Linux and Android, by the core that instructions are scheduled for.
+
+The kernels of all systems are alike: they call nothing. A target without a core's name runs on every 64-bit Arm CPU.
+"""
+
+from __future__ import annotations
+
+from .target import Target
+
+_V8_0 = ("asimd",)
+_V8_2 = (*_V8_0, "fp16", "dotprod")
+
+# Of the tiles that 32 registers hold, those that LLVM neither spills nor starves on in-order cores (benchmarks/arm_mca.py).
+_TILES = ((8, 3), (12, 2))
+
+
+def _core(name: str, description: str, features: tuple[str, ...], mcpu: str, system: str = "linux-gnu") -> Target:
+    tvm = {"kind": "llvm", "mtriple": f"aarch64-unknown-{system}", "mcpu": mcpu, "opt-level": 3}
+    return Target(name, description, tvm, f"aarch64-{system}", features, 16, 32, tiles=_TILES)
+
+
+TARGETS = (
+    _core("arm64-linux-a53", "Cortex-A53, A35: in-order, as in Raspberry Pi 3", _V8_0, "cortex-a53"),
+    _core("arm64-linux-a55", "Cortex-A55, A510: in-order, Armv8.2", _V8_2, "cortex-a55"),
+    _core("arm64-android", "any 64-bit Android device", _V8_0, "cortex-a72", "linux-android"),
+    _core("arm64-linux-musl", "any 64-bit Arm CPU, musl", _V8_0, "cortex-a72", "linux-musl"),
+    _core("arm64-linux", "any 64-bit Arm CPU; Cortex-A72, as in Raspberry Pi 4", _V8_0, "cortex-a72"),
+    _core("arm64-linux-x1", "Cortex-X1, Neoverse V1 without SVE", _V8_2, "cortex-x1"),
+    _core("arm64-linux-a76", "Cortex-A76 and later, Neoverse N1, Raspberry Pi 5", _V8_2, "neoverse-n1"),
+)
