@@ -9,13 +9,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import sympy
 
 Dim: TypeAlias = "int | sympy.Expr"
 
-_BINARY = {
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
     ast.Mult: lambda a, b: a * b,
@@ -24,7 +24,7 @@ _BINARY = {
     ast.Mod: lambda a, b: sympy.Mod(a, b),
     ast.Pow: lambda a, b: a**b,
 }
-_CALLS = {
+_CALLS: dict[str, Callable[..., Any]] = {
     "floor": sympy.floor,
     "ceiling": sympy.ceiling,
     "ceil": sympy.ceiling,
