@@ -7,7 +7,7 @@ is not an arithmetic expression (exporters write names such as ``batch size``) i
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, TypeAlias
 
