@@ -25,6 +25,9 @@ _MICROSOFT = "com.microsoft"
 
 @decomposition("QuantizeLinear")
 def _quantize(b: Builder) -> ir.Tensor | None:
+    if any(user.op == "DequantizeLinear" for user in ir.consumers(b.node.outputs[0])):
+        # Those take the quantisation with them.
+        return None
     rounded = _quantized(b)
     return None if rounded is None else b.cast(rounded, b.node.outputs[0].dtype, _FLOAT)
 
