@@ -288,7 +288,9 @@ def _bindings(shapes: Sequence[tuple[Dim, ...]]) -> dict[sympy.Symbol, Dim]:
     while progress:
         progress = False
         for (i, axis), dim in places.items():
-            left = [] if isinstance(dim, int) else [s for s in dim.free_symbols if s not in bound]
+            if isinstance(dim, int):
+                continue
+            left = [s for s in dim.free_symbols if s not in bound]
             if len(left) != 1:
                 continue
             factor, rest = dim.coeff(left[0], 1), dim.coeff(left[0], 0)

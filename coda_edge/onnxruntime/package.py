@@ -134,6 +134,10 @@ def _rename(model: onnx.ModelProto, claims: Claims) -> dict[str, str]:
     kept = [f for f in functions.values() if f.name in used]
     del model.functions[:]
     model.functions.extend([*kept, *made.values()])
+    # onnxruntime 1.20 gives equal names to what it makes of inlined nodes without one, and then refuses them.
+    for function in model.functions:
+        for i, node in enumerate(function.node):
+            node.name = f"{node.op_type}_{i}"
     return named
 
 

@@ -1,4 +1,5 @@
-/* What the CPU can do, by the names that compilers use for it. Other processors than x86 are taken to be what the library was built for. */
+/* What the CPU can do, by the names that compilers use for it. Other processors than x86 are taken to be what the
+ * library was built for. */
 #include <string.h>
 
 #include "operators.h"
@@ -14,12 +15,12 @@ typedef struct {
 
 enum { EBX = 1, ECX = 2, EXTENDED = 0x80000001u, YMM = 0x6, ZMM = 0xe6 };
 static const feature FEATURES[] = {
-    {"sse3", 1, ECX, 0, 0},         {"ssse3", 1, ECX, 9, 0},        {"sse4_1", 1, ECX, 19, 0},
-    {"sse4_2", 1, ECX, 20, 0},      {"movbe", 1, ECX, 22, 0},       {"popcnt", 1, ECX, 23, 0},
-    {"fma", 1, ECX, 12, YMM},       {"avx", 1, ECX, 28, YMM},       {"f16c", 1, ECX, 29, YMM},
-    {"bmi1", 7, EBX, 3, 0},         {"avx2", 7, EBX, 5, YMM},       {"bmi2", 7, EBX, 8, 0},
-    {"avx512f", 7, EBX, 16, ZMM},   {"avx512dq", 7, EBX, 17, ZMM},  {"avx512cd", 7, EBX, 28, ZMM},
-    {"avx512bw", 7, EBX, 30, ZMM},  {"avx512vl", 7, EBX, 31, ZMM},  {"lzcnt", EXTENDED, ECX, 5, 0},
+    {"sse3", 1, ECX, 0, 0},        {"ssse3", 1, ECX, 9, 0},       {"sse4_1", 1, ECX, 19, 0},
+    {"sse4_2", 1, ECX, 20, 0},     {"movbe", 1, ECX, 22, 0},      {"popcnt", 1, ECX, 23, 0},
+    {"fma", 1, ECX, 12, YMM},      {"avx", 1, ECX, 28, YMM},      {"f16c", 1, ECX, 29, YMM},
+    {"bmi1", 7, EBX, 3, 0},        {"avx2", 7, EBX, 5, YMM},      {"bmi2", 7, EBX, 8, 0},
+    {"avx512f", 7, EBX, 16, ZMM},  {"avx512dq", 7, EBX, 17, ZMM}, {"avx512cd", 7, EBX, 28, ZMM},
+    {"avx512bw", 7, EBX, 30, ZMM}, {"avx512vl", 7, EBX, 31, ZMM}, {"lzcnt", EXTENDED, ECX, 5, 0},
 };
 
 static uint32_t enabled_state(void) {
@@ -35,8 +36,8 @@ static bool present(const char *name) {
     const feature *f = &FEATURES[i];
     uint32_t words[4];
     if (strcmp(f->name, name) == 0)
-      return __get_cpuid_count(f->leaf, 0, &words[0], &words[1], &words[2], &words[3]) && words[f->word] >> f->bit & 1 &&
-             (enabled_state() & f->state) == f->state;
+      return __get_cpuid_count(f->leaf, 0, &words[0], &words[1], &words[2], &words[3]) &&
+             words[f->word] >> f->bit & 1 && (enabled_state() & f->state) == f->state;
   }
   return false;
 }

@@ -1,4 +1,5 @@
-/* A node's kernel: packs its weights when it is made, and runs its steps on onnxruntime's threads, in onnxruntime's memory. */
+/* A node's kernel: packs its weights when it is made, and runs its steps on onnxruntime's threads, in onnxruntime's
+ * memory. */
 #include <inttypes.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -59,7 +60,8 @@ static OrtStatus *pack_weights(node_kernel *kernel, const OrtKernelInfo *info) {
   void *weights;
   TRY(api->KernelInfoGetConstantInput_tensor(info, p->input, &constant, &value));
   if (!constant || !value)
-    return coda_fail(api, ORT_INVALID_ARGUMENT, "node '%s' (coda::%s): weights '%s' are not constant: use the model as it was packaged",
+    return coda_fail(api, ORT_INVALID_ARGUMENT,
+                     "node '%s' (coda::%s): weights '%s' are not constant: use the model as it was packaged",
                      kernel->name, kernel->op->name, kernel->op->inputs[p->input].name);
   TRY(read_shape(api, value, &type, &rank, dims));
   if (type != kernel->op->inputs[p->input].type || rank != 2 || dims[0] != p->rows || dims[1] != p->columns)
@@ -132,14 +134,15 @@ static OrtStatus *read_input(node_run *run, uint32_t i) {
   void *data;
   TRY(api->KernelContext_GetInput(run->context, i, &value));
   if (!value)
-    return coda_fail(api, ORT_INVALID_ARGUMENT, "node '%s' (coda::%s): input '%s' is missing", run->kernel->name, op->name,
-                     expected->name);
+    return coda_fail(api, ORT_INVALID_ARGUMENT, "node '%s' (coda::%s): input '%s' is missing", run->kernel->name,
+                     op->name, expected->name);
   TRY(read_shape(api, value, &type, &rank, run->dims[i]));
   if (type != expected->type || rank != expected->rank)
-    return coda_fail(api, ORT_INVALID_ARGUMENT,
-                     "node '%s' (coda::%s): input '%s' has element type %d and %zu dimensions, expected type %d and %u: "
-                     "use the model and the library of one build",
-                     run->kernel->name, op->name, expected->name, type, rank, expected->type, expected->rank);
+    return coda_fail(
+        api, ORT_INVALID_ARGUMENT,
+        "node '%s' (coda::%s): input '%s' has element type %d and %zu dimensions, expected type %d and %u: "
+        "use the model and the library of one build",
+        run->kernel->name, op->name, expected->name, type, rank, expected->type, expected->rank);
   TRY(api->GetTensorMutableData((OrtValue *)value, &data));
   run->inputs[i] = (uintptr_t)data;
   return NULL;
@@ -160,8 +163,9 @@ static OrtStatus *check_sizes(const node_run *run) {
     const coda_constraint *c = &op->constraints[i];
     const int64_t left = run->sizes[c->left], right = run->sizes[c->right];
     if (c->equal ? left != right : left > right)
-      return coda_fail(run->kernel->api, ORT_INVALID_ARGUMENT, "the model takes no inputs of these sizes: %s asks for %" PRId64 " %s %" PRId64,
-                       c->text, left, c->equal ? "=" : "<=", right);
+      return coda_fail(run->kernel->api, ORT_INVALID_ARGUMENT,
+                       "the model takes no inputs of these sizes: %s asks for %" PRId64 " %s %" PRId64, c->text, left,
+                       c->equal ? "=" : "<=", right);
   }
   return NULL;
 }
@@ -175,9 +179,10 @@ static OrtStatus *find_sizes(node_run *run) {
     symbols[i] = run->dims[op->symbols[i].input][op->symbols[i].axis];
   const uint32_t failed = coda_sizes(op, symbols, NULL, run->sizes, NULL);
   if (failed)
-    return coda_fail(run->kernel->api, ORT_INVALID_ARGUMENT,
-                     "node '%s' (coda::%s): size %u cannot be computed for these inputs: feed smaller ones, none of them empty",
-                     run->kernel->name, op->name, failed - 1);
+    return coda_fail(
+        run->kernel->api, ORT_INVALID_ARGUMENT,
+        "node '%s' (coda::%s): size %u cannot be computed for these inputs: feed smaller ones, none of them empty",
+        run->kernel->name, op->name, failed - 1);
   return check_sizes(run);
 }
 
@@ -191,7 +196,8 @@ static OrtStatus *make_outputs(node_run *run) {
     for (uint32_t axis = 0; axis < op->outputs[o].rank; axis++) {
       dims[axis] = run->sizes[op->outputs[o].dims[axis]];
       if (dims[axis] < 0)
-        return coda_fail(api, ORT_INVALID_ARGUMENT, "node '%s' (coda::%s): axis %u of output '%s' would be %" PRId64 ": feed longer inputs",
+        return coda_fail(api, ORT_INVALID_ARGUMENT,
+                         "node '%s' (coda::%s): axis %u of output '%s' would be %" PRId64 ": feed longer inputs",
                          run->kernel->name, op->name, axis, op->outputs[o].name, dims[axis]);
     }
     TRY(api->KernelContext_GetOutput(run->context, o, dims, op->outputs[o].rank, &value));
@@ -294,11 +300,11 @@ static OrtStatus *run_step(const node_run *run, const coda_step *step) {
   if (!result && step->finish)
     result = call(&job, step->finish, 0, job.items, 0);
   if (result == ERROR_INDEX)
-    return coda_fail(kernel->api, ORT_INVALID_ARGUMENT, "node '%s' (coda::%s): an index is out of range in '%s'", kernel->name,
-                     kernel->op->name, step->name);
+    return coda_fail(kernel->api, ORT_INVALID_ARGUMENT, "node '%s' (coda::%s): an index is out of range in '%s'",
+                     kernel->name, kernel->op->name, step->name);
   if (result)
-    return coda_fail(kernel->api, ORT_FAIL, "node '%s' (coda::%s): kernel error %" PRId32 " in '%s'", kernel->name, kernel->op->name,
-                     result, step->name);
+    return coda_fail(kernel->api, ORT_FAIL, "node '%s' (coda::%s): kernel error %" PRId32 " in '%s'", kernel->name,
+                     kernel->op->name, result, step->name);
   return NULL;
 }
 
@@ -332,14 +338,16 @@ static OrtStatus *run_steps(node_run *run) {
   void *memory = NULL;
   size_t bytes;
   if (!measure(run, &bytes))
-    return coda_fail(api, ORT_INVALID_ARGUMENT, "node '%s' (coda::%s): needs more working memory than there is: feed smaller inputs",
+    return coda_fail(api, ORT_INVALID_ARGUMENT,
+                     "node '%s' (coda::%s): needs more working memory than there is: feed smaller inputs",
                      run->kernel->name, op->name);
   if (bytes) {
     TRY(api->KernelContext_GetAllocator(run->context, run->kernel->memory, &allocator));
     memory = allocator->Alloc(allocator, bytes + ALIGNMENT);
     if (!memory) {
       api->ReleaseAllocator(allocator);
-      return coda_fail(api, ORT_FAIL, "node '%s' (coda::%s): no memory for %zu bytes", run->kernel->name, op->name, bytes);
+      return coda_fail(api, ORT_FAIL, "node '%s' (coda::%s): no memory for %zu bytes", run->kernel->name, op->name,
+                       bytes);
     }
     run->memory = (uint8_t *)memory + (ALIGNMENT - (uintptr_t)memory % ALIGNMENT) % ALIGNMENT;
   }

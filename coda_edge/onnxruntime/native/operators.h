@@ -1,4 +1,5 @@
-/* What one model's operators are: constant tables, written for the model, of which everything else in this folder is the interpreter. */
+/* What one model's operators are: constant tables, written for the model, of which everything else in this folder is
+ * the interpreter. */
 #ifndef CODA_OPERATORS_H
 #define CODA_OPERATORS_H
 
@@ -53,7 +54,8 @@ typedef struct {
   int64_t grain;
 } coda_step;
 
-/* Weights [rows, columns], the constant `input`, as panels of `width` columns in the order that a panel's own permutation gives. */
+/* Weights [rows, columns], the constant `input`, as panels of `width` columns in the order that a panel's own
+ * permutation gives. */
 typedef struct {
   uint32_t input;
   int64_t rows, columns, width;
@@ -98,8 +100,8 @@ extern const char *const CODA_FEATURES[]; /* of the CPU, up to a NULL */
 /* A status of `code` with a message. */
 OrtStatus *coda_fail(const OrtApi *api, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
-/* Computes every size whose symbols are known; `known` may be NULL: all are. Returns 0, or the number of an entry that divides by less than
-   one or is beyond 64 bits, plus one. */
+/* Computes every size whose symbols are known; `known` may be NULL: all are. Returns 0, or the number of an entry that
+   divides by less than one or is beyond 64 bits, plus one. */
 uint32_t coda_sizes(const coda_operator *op, const int64_t *symbols, const bool *known, int64_t *values, bool *found);
 
 /* The first feature that this CPU lacks, or NULL. */

@@ -1,5 +1,6 @@
-/* The part of onnxruntime's C ABI that the operators use, declared anew. Functions keep their place in OrtApi for good, so a slot's number is
-   all there is to know of it; tests/test_onnxruntime.py checks the numbers. API 18 (onnxruntime 1.18) has everything here. */
+/* The part of onnxruntime's C ABI that the operators use, declared anew. Functions keep their place in OrtApi for good,
+   so a slot's number is all there is to know of it; tests/test_onnxruntime.py checks the numbers. API 18
+   (onnxruntime 1.18) has everything here. */
 #ifndef CODA_ORT_API_H
 #define CODA_ORT_API_H
 
@@ -7,9 +8,9 @@
 #include <stdint.h>
 
 enum { ORT_API_USED = 18 };
-enum { ORT_FAIL = 1, ORT_INVALID_ARGUMENT = 2 };           /* OrtErrorCode */
-enum { ORT_ARENA_ALLOCATOR = 1, ORT_MEMORY_DEFAULT = 0 };  /* OrtAllocatorType, OrtMemType */
-enum { ORT_REQUIRED = 0 };                                 /* OrtCustomOpInputOutputCharacteristic */
+enum { ORT_FAIL = 1, ORT_INVALID_ARGUMENT = 2 }; /* OrtErrorCode */
+enum { ORT_ARENA_ALLOCATOR = 1, ORT_MEMORY_DEFAULT = 0 }; /* OrtAllocatorType, OrtMemType */
+enum { ORT_REQUIRED = 0 }; /* OrtCustomOpInputOutputCharacteristic */
 
 typedef struct OrtStatus OrtStatus;
 typedef struct OrtValue OrtValue;
@@ -73,8 +74,7 @@ typedef struct {
   OrtStatus *(*KernelContext_GetAllocator)(const OrtKernelContext *, const OrtMemoryInfo *, OrtAllocator **);
   UNUSED(254, 266)
   OrtStatus *(*ShapeInferContext_GetInputCount)(const OrtShapeInferContext *, size_t *);
-  OrtStatus *(*ShapeInferContext_GetInputTypeShape)(const OrtShapeInferContext *, size_t,
-                                                    OrtTensorTypeAndShapeInfo **);
+  OrtStatus *(*ShapeInferContext_GetInputTypeShape)(const OrtShapeInferContext *, size_t, OrtTensorTypeAndShapeInfo **);
   UNUSED(269, 269)
   OrtStatus *(*ShapeInferContext_SetOutputTypeShape)(const OrtShapeInferContext *, size_t,
                                                      const OrtTensorTypeAndShapeInfo *);

@@ -1,4 +1,5 @@
-/* Shape inference: what onnxruntime may know of outputs before a run. A size that nothing tells yet is left to the run. */
+/* Shape inference: what onnxruntime may know of outputs before a run. A size that nothing tells yet is left to the run.
+ */
 #include <string.h>
 
 #include "operators.h"
@@ -63,8 +64,9 @@ OrtStatus *coda_infer_shapes(const OrtApi *api, const coda_operator *op, const O
   size_t count;
   TRY(api->ShapeInferContext_GetInputCount(context, &count));
   if (count != op->input_count)
-    return coda_fail(api, ORT_INVALID_ARGUMENT, "coda::%s has %zu inputs, expected %u: use the model and the library of one build",
-                     op->name, count, op->input_count);
+    return coda_fail(api, ORT_INVALID_ARGUMENT,
+                     "coda::%s has %zu inputs, expected %u: use the model and the library of one build", op->name,
+                     count, op->input_count);
   for (uint32_t i = 0; i < op->input_count; i++)
     TRY(read_input(api, op, context, i, &given));
   for (uint32_t i = 0; i < op->symbol_count; i++) {
