@@ -28,7 +28,7 @@ from coda_edge.inputs import Feeds, Padding, default_sizes, generate_inputs, inp
 from coda_edge.onnxruntime import Packaged, package
 from coda_edge.onnxruntime.build import NATIVE, build
 from coda_edge.onnxruntime.operators import _bindings, claim
-from coda_edge.onnxruntime.package import session
+from coda_edge.onnxruntime.packaging import session
 from coda_edge.symbolic import parse_dim
 from coda_edge.targets import get
 from coda_edge.verify import ort_session, relative_error

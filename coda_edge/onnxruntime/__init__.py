@@ -4,6 +4,6 @@
 runs their function bodies; every other node is onnxruntime's either way.
 """
 
-from .package import Packaged, package
+from .packaging import Packaged, package
 
 __all__ = ["Packaged", "package"]
