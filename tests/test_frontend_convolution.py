@@ -162,3 +162,24 @@ def test_an_operand_that_is_not_transposed_keeps_the_transpose() -> None:
     done = rewrite(m, [])
     assert done.ops() == Counter({"Transpose": 2, "Add": 1})
     assert done.error({"x": normal(2, 3, 4), "z": normal(2, 4, 3, seed=1)}) < 1e-6
+
+
+def test_a_height_that_the_model_needs_to_be_one_after_strides() -> None:
+    """A quotient of a size cannot be solved for it: it is known as a whole, and the assumption is kept."""
+    m = model(
+        """
+        g (float[n, 3, h, w] x) => (float[n, s, 4] y) <int64[3] flat = {0, 4, -1}, int64[1] two = {2}> {
+            a = Conv <kernel_shape = [8, 1], strides = [8, 1]> (x, k)
+            shape = Shape <start = 0, end = 2> (a)
+            width = Shape <start = 3, end = 4> (a)
+            target = Concat <axis = 0> (shape, width)
+            b = Reshape (a, target)
+            y = Transpose <perm = [0, 2, 1]> (b)
+        }
+        """,
+        {"k": normal(4, 3, 8, 1)},
+    )
+    done = rewrite(m, PIPELINE)
+    assert done.ops()["Gemm"] == 1
+    for shape in ((2, 3, 8, 5), (1, 3, 15, 7)):
+        assert done.error({"x": normal(*shape)}) < 1e-6
