@@ -48,19 +48,23 @@ class Machine:
         return [self.qemu, "-cpu", self.cpu, "-L", self.sysroot, *map(str, words)]
 
 
-def arm64(cpu: str) -> Machine:
-    """A 64-bit Arm machine."""
-    return Machine("qemu-aarch64", cpu, "aarch64-linux-gnu.2.31", "/usr/aarch64-linux-gnu")
+def _machine(qemu: str, cpu: str, triple: str, sysroot: str) -> Machine:
+    return Machine(f"qemu-{qemu}", cpu, f"{triple}.2.31", f"/usr/{sysroot}")
 
 
-def arm32(cpu: str) -> Machine:
-    """A 32-bit Arm machine."""
-    return Machine("qemu-arm", cpu, "arm-linux-gnueabihf.2.31", "/usr/arm-linux-gnueabihf")
+def _arm64(cpu: str) -> Machine:
+    return _machine("aarch64", cpu, "aarch64-linux-gnu", "aarch64-linux-gnu")
 
 
-def riscv64(cpu: str) -> Machine:
-    """A 64-bit RISC-V machine."""
-    return Machine("qemu-riscv64", cpu, "riscv64-linux-gnu.2.31", "/usr/riscv64-linux-gnu")
+MACHINES: dict[str, tuple[str, Machine]] = {
+    "cortex-a72": ("arm64-linux", _arm64("cortex-a72")),
+    "cortex-a53": ("arm64-linux-a53", _arm64("cortex-a53")),
+    "neoverse-n1": ("arm64-linux-a76", _arm64("neoverse-n1")),
+    "max": ("arm64-linux-a55", _arm64("max")),
+    "armv7": ("armv7-linux", _machine("arm", "cortex-a15", "arm-linux-gnueabihf", "arm-linux-gnueabihf")),
+    "riscv64": ("riscv64-linux", _machine("riscv64", "rv64", "riscv64-linux-gnu", "riscv64-linux-gnu")),
+}
+"""What is emulated: the target that kernels are built for, and the machine that runs them."""
 
 
 @cache
@@ -79,7 +83,7 @@ class _Process:
     """A running ``remote`` and the numbers and arrays that go to and fro."""
 
     def __init__(self, machine: Machine, mode: str, data: bytes, *words: str) -> None:
-        self._file = tempfile.NamedTemporaryFile()
+        self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115 - closed by close()
         self._file.write(data)
         self._file.flush()
         command = machine.command(remote(machine.triple), mode, self._file.name, *words)
@@ -136,6 +140,10 @@ class RemoteLibrary:
                 found = np.frombuffer(self._process.read(buffer.nbytes), buffer.dtype)
                 buffer[...] = found.reshape(buffer.shape)
         return status
+
+    def close(self) -> None:
+        """Ends the program."""
+        self._process.close()
 
 
 class RemoteSession:

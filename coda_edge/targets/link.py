@@ -20,8 +20,8 @@ from ..errors import TargetError
 
 _FLAGS = ("-shared", "-nostdlib", "-s", "-Wl,--gc-sections", "-Wl,--no-undefined", "-Wl,-z,noexecstack")
 _SHT_DYNSYM = 11
-_ARITHMETIC = {"arm": ("-lcompiler_rt",)}
-"""By machine: where what its instructions lack is linked in from, 64-bit division above all."""
+_ARITHMETIC = {"arm": ("-lcompiler_rt",), "riscv64": ("-lcompiler_rt",)}
+"""By machine: where what its instructions lack is linked in from, such as 64-bit division and half precision."""
 
 
 def link_shared(objects: bytes, symbols: Sequence[str], triple: str) -> bytes:

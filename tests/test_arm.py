@@ -1,0 +1,141 @@
+"""Cross-compiled kernels and the cross-compiled runtime on emulated machines, against the references that this machine's are held to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import handmade
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import test_attention
+import test_gemm
+import test_intrinsics
+from emulation import MACHINES, ROOT, Machine, RemoteLibrary, RemoteSession, remote
+
+import coda_edge
+from coda_edge import targets
+from coda_edge.bundle import writer
+from coda_edge.inputs import generate_inputs
+
+Device = tuple[targets.Target, Machine]
+
+
+@pytest.fixture(params=MACHINES)
+def device(request: pytest.FixtureRequest) -> Device:
+    """A target and a machine that runs its kernels."""
+    name, machine = MACHINES[request.param]
+    if machine.lacks:
+        pytest.skip(machine.lacks)
+    return targets.get(name), machine
+
+
+@pytest.fixture
+def target(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[targets.Target]:
+    """The device's target, while the tests of kernels run them there."""
+    opened: list[RemoteLibrary] = []
+
+    def library(data: bytes) -> RemoteLibrary:
+        opened.append(RemoteLibrary(device[1], data))
+        return opened[-1]
+
+    for module in (test_attention, test_gemm, test_intrinsics):
+        monkeypatch.setattr(module, "Library", library)
+    yield device[0]
+    for one in opened:
+        one.close()
+    for module in (test_attention, test_gemm):
+        module.built.cache_clear()
+
+
+def test_features(device: Device) -> None:
+    """The runtime sees what the machine has, and the target needs no more."""
+    target, machine = device
+    command = machine.command(remote(machine.triple), "features")
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert target.missing(found) == () and len(set(found)) == len(found)
+
+
+def test_gemm_sizes(target: targets.Target) -> None:
+    program = test_gemm.library.bias_residual_moments.program
+    for n, k in ((100, 37), (5, 3), (384, 64)):
+        for m in (1, 2, 7, 130):
+            test_gemm.check(target, program, m, n, k, offset=3.0)
+
+
+@pytest.mark.parametrize("name", ["rotate", "all statistics", "half storage", "integer", "bool mask"])
+def test_gemm_programs(target: targets.Target, name: str) -> None:
+    program = test_gemm.EpilogueProgram.parse(test_gemm.PROGRAMS[name])
+    loose = {"half storage": 5e-4, "integer": 0.2}.get(name, 3e-6)
+    for m in (1, 13, 130):
+        test_gemm.check(target, program, m, 132, 20, tolerance=loose)
+
+
+def test_gemm_activations(target: targets.Target) -> None:
+    for name in ("bias_gelu", "norm_bias_gelu", "swiglu"):
+        test_gemm.check(target, getattr(test_gemm.library, name).program, 9, 64, 33)
+
+
+def test_gemm_heads(target: targets.Target) -> None:
+    for batch, sequence in ((1, 1), (3, 5), (2, 65)):
+        program = test_gemm.qkv_program(60, 20)
+        test_gemm.check(target, program, batch * sequence, 180, 16, rows_per_batch=sequence)
+
+
+def test_attention_sizes(target: targets.Target) -> None:
+    for depth, columns in ((32, 32), (20, 28)):
+        for sizes in ((1, 1, 1, 1), (2, 3, 7, 7), (1, 1, 65, 17), (1, 1, 100, 129)):
+            test_attention.check(target, test_attention.PLAIN, sizes, depth, columns)
+
+
+def test_attention_masks(target: targets.Target) -> None:
+    test_attention.test_padding(target)
+    test_attention.test_rows_without_keys(target, True)
+
+
+@pytest.fixture
+def kernels(target: targets.Target) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
+    return test_intrinsics.pointwise(target, *test_intrinsics.FUNCTIONS, "sin", "cos")
+
+
+def test_functions(
+    target: targets.Target, kernels: dict[str, Callable[[np.ndarray], np.ndarray]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors and limits as on x86; NEON of 32-bit Arm takes subnormal numbers for zero, so that their logarithm is -inf."""
+    if target.name == "armv7-linux":
+        reference, ranges, bound = test_intrinsics.FUNCTIONS["log"]
+        monkeypatch.setitem(test_intrinsics.FUNCTIONS, "log", (reference, ranges[1:], bound))
+        assert kernels["log"](np.full(8, 1e-40, np.float32)).tolist() == [-np.inf] * 8
+    for name in test_intrinsics.FUNCTIONS:
+        test_intrinsics.test_relative_error(name, kernels)
+    for name in ("sin", "cos"):
+        test_intrinsics.test_sine(name, kernels)
+    for name in test_intrinsics.LIMITS:
+        test_intrinsics.test_limits(name, kernels)
+
+
+def test_model(device: Device, tiny_model: Path) -> None:
+    """A whole encoder against onnxruntime on this machine: batches, odd lengths, padding, threads."""
+    target, machine = device
+    data = writer.to_bytes(coda_edge.optimize(tiny_model, target.name, verify=False).bundle)
+    model, reference = onnx.load(tiny_model), ort.InferenceSession(tiny_model)
+    for threads in (1, 2):
+        session = RemoteSession(machine, data, threads)
+        for batch, sequence, padding in ((1, 1, "none"), (3, 7, "left"), (2, 61, "right"), (1, 64, "none")):
+            feeds = generate_inputs(model, {"batch": batch, "sequence": sequence}, padding=padding)
+            (expected,), (found,) = reference.run(None, feeds), session.run(feeds)
+            assert found.shape == expected.shape
+            assert np.abs(found - expected).max() <= 5e-6 * np.abs(expected).max()
+        session.close()
+
+
+def test_a_bundle_for_another_machine_is_refused(device: Device) -> None:
+    target, machine = device
+    data = writer.to_bytes(handmade.encoder().bundle())
+    session = RemoteSession(machine, data)
+    with pytest.raises(AssertionError, match="bundle's kernels are for x86-64, this machine is"):
+        session.run({name: np.zeros(6, np.float32) for name in ("ids", "bias")})
