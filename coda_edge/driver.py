@@ -77,7 +77,8 @@ def optimize(
     if verify:
         tell("reference", 0.0)
         reference = ort_session(str(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else loaded)
-        verifier = Verifier.of(specs, reference, [ort_session(m) for m in nudge(loaded)])
+        nudged = [ort_session(m) for m in nudge(loaded)]
+        verifier = Verifier.of(specs, reference, nudged, normal.allows)
     log = _rewrite(graph, verifier if verify == "each" else None, tell)
     tell("export", 0.0)
     exported = export.to_model(graph)

@@ -174,7 +174,8 @@ def _stages(file: Path, depth: Depth) -> Iterator[Surveyed]:
     result = Surveyed(str(file), opset=opset, exporter=exporter, nodes=len(proto.graph.node))
     yield result
     loaded = frontend.load(file)
-    graph = frontend.normalize(loaded)
+    normal = frontend.to_normal_form(loaded)
+    graph = normal.graph
     softmaxes, roots = set(attention_softmaxes(graph)), set(norm_roots(graph))
     log = run_pipeline(graph)
     frontend.infer(graph)
@@ -199,7 +200,7 @@ def _stages(file: Path, depth: Depth) -> Iterator[Surveyed]:
     elif depth == "onnx":
         candidate = ort_session(export.to_model(graph))
         nudged = [ort_session(m) for m in nudge(loaded)]
-        verifier = Verifier.of(input_specs(loaded), ort_session(str(file)), nudged)
+        verifier = Verifier.of(input_specs(loaded), ort_session(str(file)), nudged, normal.allows)
         error = verifier.check(lambda names, feeds: candidate.run(list(names), dict(feeds)), "the rewritten ONNX")
         yield replace(result, error=error)
 

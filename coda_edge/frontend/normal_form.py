@@ -37,6 +37,10 @@ class NormalForm:
     graph: gs.Graph
     constraints: tuple[Constraint, ...]
 
+    def allows(self, sizes: Mapping[str, int]) -> bool:
+        """Whether the graph is right at ``sizes``, which name every symbol of its inputs."""
+        return all(c.holds(sizes) for c in self.constraints)
+
 
 @dataclass
 class _State:
@@ -80,6 +84,7 @@ def to_normal_form(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int | s
     fold_constants(graph, expand=True)
     emit_sizes(graph, state.infer(graph))
     _tidy(graph, state)
+    _copy_constant_outputs(graph)
     state.infer(graph)
     ir.sort(graph)
     return NormalForm(graph, state.constraints.known_by(graph))
@@ -107,6 +112,18 @@ def _rearrange(graph: gs.Graph, state: _State) -> int:
     changes += sink_row_movement(graph) + _tidy(graph, state)
     state.infer(graph)
     return changes + compose_movement(graph) + _tidy(graph, state)
+
+
+def _copy_constant_outputs(graph: gs.Graph) -> None:
+    """Makes each output that is a constant the result of an Identity: a graph returns only what nodes make."""
+    editor = ir.GraphEditor(graph)
+    for i, out in enumerate(graph.outputs):
+        if isinstance(out, gs.Constant):
+            value = editor.constant(f"{out.name}.value", out.values)
+            for user in ir.consumers(out):
+                user.inputs = [value if t is out else t for t in user.inputs]
+            graph.outputs[i] = gs.Variable(out.name, dtype=out.values.dtype, shape=list(out.values.shape))
+            editor.node("Identity", [value], [graph.outputs[i]], f"{out.name}.copy")
 
 
 def _tidy(graph: gs.Graph, state: _State) -> int:

@@ -19,7 +19,7 @@ import sympy
 
 from .. import ir
 from ..errors import InvalidModel, ShapeError
-from ..symbolic import Dim, format_dim, nonnegative, parse_dim, same, simplify, symbol
+from ..symbolic import Dim, evaluate, format_dim, nonnegative, parse_dim, same, simplify, symbol
 
 #: An object array of ints, floats, bools and sympy expressions.
 Values: TypeAlias = npt.NDArray[np.object_]
@@ -49,11 +49,18 @@ class Constraint:
         """The sizes that it is about."""
         return {s for d in (self.left, self.right) if not isinstance(d, int) for s in d.free_symbols}
 
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        """Whether it is true at ``sizes``, which name every symbol."""
+        left, right = evaluate(self.left, sizes), evaluate(self.right, sizes)
+        if self.relation == "divisible by":
+            return right != 0 and left % right == 0
+        return left == right if self.relation == "=" else left <= right
+
     def resolved(self, equal: Equalities) -> Constraint:
         """The same with ``equal`` put in; an equality stays as it was found."""
         if self.relation == "=":
             return self
-        return replace(self, left=equal.resolve(self.left), right=equal.resolve(self.right))
+        return replace(self, left=equal.rename(self.left), right=equal.rename(self.right))
 
     def __str__(self) -> str:
         return f"{self.left} {self.relation} {self.right} (node '{self.node}')"
@@ -87,6 +94,11 @@ class Equalities:
         if isinstance(dim, int) or not any(k.free_symbols & dim.free_symbols for k in self.known):
             return dim
         return simplify(dim.xreplace(self.known))
+
+    def rename(self, dim: Dim) -> Dim:
+        """``dim`` with the known values of symbols put in, but not those of whole terms: they hold only as long as they are checked."""
+        symbols = {k: v for k, v in self.known.items() if isinstance(k, sympy.Symbol)}
+        return dim if isinstance(dim, int) or not symbols else simplify(dim.xreplace(symbols))
 
     def equate(self, a: Dim, b: Dim) -> bool:
         """Assumes ``a = b`` by solving for their latest symbol, or for a term that is a number; False if neither can be."""
@@ -187,9 +199,17 @@ class Call:
         a, b = equal.resolve(a), equal.resolve(b)
         if same(a, b):
             return a
+        known = set(equal.known)
         if sympy.sympify(a - b).is_zero is False or not equal.equate(a, b):
             raise self.error(f"sizes {a} and {b} would have to be equal")
-        self.state.info.constraints.append(Constraint(a, "=", b, self.name))
+        terms = {k: v for k, v in equal.known.items() if k not in known and not isinstance(k, sympy.Symbol)}
+        if not terms:
+            self.state.info.constraints.append(Constraint(a, "=", b, self.name))
+        for term, value in terms.items():
+            # The inputs' sizes don't tell it, so it must be checked when they are known: as two bounds.
+            reason = f"a dimension that the node needs to be {value}"
+            self.state.info.constraints.append(Constraint(term, "<=", value, self.name, reason))
+            self.state.info.constraints.append(Constraint(value, "<=", term, self.name, reason))
         return equal.resolve(a)
 
     def at_most(self, a: Dim, b: Dim, reason: str) -> None:
