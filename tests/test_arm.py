@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -134,8 +135,38 @@ def test_model(device: Device, tiny_model: Path) -> None:
 
 
 def test_a_bundle_for_another_machine_is_refused(device: Device) -> None:
-    target, machine = device
-    data = writer.to_bytes(handmade.encoder().bundle())
-    session = RemoteSession(machine, data)
-    with pytest.raises(AssertionError, match="bundle's kernels are for x86-64, this machine is"):
+    session = RemoteSession(device[1], writer.to_bytes(handmade.encoder().bundle()))
+    with pytest.raises(AssertionError, match=r"bundle's kernels are for .*, this machine is"):
         session.run({name: np.zeros(6, np.float32) for name in ("ids", "bias")})
+
+
+@pytest.mark.parametrize("name", ["cortex-a72", "armv7"])
+def test_cross_build(name: str, tmp_path: Path) -> None:
+    """The toolchain of docs/embed.md: a small library, and the runtime's own check passes on the machine."""
+    machine = MACHINES[name][1]
+    if machine.lacks or not all(shutil.which(tool) for tool in ("cmake", "ninja")):
+        pytest.skip(machine.lacks or "needs cmake and ninja")
+    options = ["-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", f"-DCODA_PYTHON={sys.executable}"]
+    options += [f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'runtime/cross.cmake'}", f"-DCODA_TRIPLE={machine.triple}"]
+    for command in (["-S", str(ROOT), "-B", str(tmp_path), *options], ["--build", str(tmp_path)]):
+        done = subprocess.run(["cmake", *command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "runtime/libcoda_runtime.so").stat().st_size <= 100_000
+    (tmp_path / "k.c").write_text(handmade.KERNELS)
+    command = [
+        sys.executable,
+        "-m",
+        "ziglang",
+        "cc",
+        "-target",
+        machine.triple,
+        "-O2",
+        "-ffreestanding",
+        "-shared",
+        "-fPIC",
+    ]
+    subprocess.run([*command, "-nostdlib", "k.c", "-lcompiler_rt", "-s", "-o", "k.so"], cwd=tmp_path, check=True)
+    writer.write(handmade.encoder().bundle(library=(tmp_path / "k.so").read_bytes()), tmp_path / "m.coda")
+    command = machine.command(tmp_path / "runtime/check", tmp_path / "m.coda")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "0 failures\n"), done.stdout + done.stderr

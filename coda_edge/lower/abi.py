@@ -22,6 +22,19 @@ _PIPELINE = "coda_kernel"
 
 def compile_kernels(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object]) -> bytes:
     """One relocatable object with a symbol for each function's ``global_symbol``, for the TVM target ``target``."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernels.o")
+        _generate(funcs, target).write_to_file(str(path), "o")
+        return path.read_bytes()
+
+
+def assembly(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object]) -> str:
+    """The assembly of what ``compile_kernels`` makes, for a look at its loops."""
+    return str(_generate(funcs, target).inspect_source("s"))
+
+
+def _generate(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object]) -> tvm.runtime.Module:
+    """The kernels as a module of LLVM code."""
     module = tvm.IRModule({str(f.attrs["global_symbol"]): f for f in funcs})
     with_status = [str(f.attrs["global_symbol"]) for f in funcs if _reports_status(f)]
     library = tvm.tirx.build(module, target=dict(target), pipeline=_PIPELINE)
@@ -39,10 +52,9 @@ def compile_kernels(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object]
     # LLVM makes calls of the C library of loops that fill or copy; kernels bring their own.
     text += "".join(code for name, code in _MEMORY.items() if f"@llvm.{name}." in text)
     with tempfile.TemporaryDirectory() as folder:
-        source, path = Path(folder, "kernels.ll"), Path(folder, "kernels.o")
+        source = Path(folder, "kernels.ll")
         source.write_text(text, encoding="utf-8")
-        tvm.runtime.load_module(str(source)).write_to_file(str(path), "o")
-        return path.read_bytes()
+        return tvm.runtime.load_module(str(source))
 
 
 _WRAPPER = """
