@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import graphs
@@ -25,7 +28,7 @@ from coda_edge import frontend
 from coda_edge.cli import main
 from coda_edge.errors import InvalidModel, TargetError
 from coda_edge.inputs import Feeds, Padding, default_sizes, generate_inputs, input_specs
-from coda_edge.onnxruntime import Packaged, package
+from coda_edge.onnxruntime import Packaged, operators, package, packaging
 from coda_edge.onnxruntime.build import NATIVE, build
 from coda_edge.onnxruntime.operators import _bindings, claim
 from coda_edge.onnxruntime.packaging import session
@@ -181,6 +184,65 @@ def test_no_rows(tmp_path: Path) -> None:
     assert_equal(written, {"x": np.zeros((0, 11), np.float32)})
 
 
+def test_a_node_that_the_library_has_no_room_for_stays_a_function(
+    tiny: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "MAX_OPERANDS", 4)
+    written = write(tiny.source, tmp_path)
+    left = written.packaged.functions
+    assert len(left) >= 2
+    assert all(reason.endswith("buffers, more than 4") for reason in left.values())
+    assert written.packaged.operators.keys().isdisjoint(left)
+    assert {n.name for n in written.packaged.model.graph.node} >= {*left, *written.packaged.operators}
+    assert_equal(written, tiny.feeds(3, 7, "left"))
+
+
+_SANITIZED = """
+import sys
+import numpy as np, onnxruntime as ort
+options = ort.SessionOptions()
+options.intra_op_num_threads = 3
+options.register_custom_ops_library(sys.argv[2])
+session = ort.InferenceSession(sys.argv[1], options)
+for path in sys.argv[3:]:
+    try:
+        session.run(None, dict(np.load(path)))
+        print("ran")
+    except Exception as e:
+        print(type(e).__name__)
+"""
+
+
+def _shared(name: str) -> str:
+    """Where the compiler's runtime library is; empty if it is not there."""
+    if not shutil.which("cc"):
+        return ""
+    found = subprocess.run(["cc", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    return found.stdout.strip() if "/" in found.stdout else ""
+
+
+@pytest.mark.skipif(not _shared("libasan.so") or not _shared("libubsan.so"), reason="needs the compiler's sanitizers")
+def test_clean_under_sanitizers(tiny: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = (
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=undefined",
+        "-Wl,--undefined-version",
+        "-Wl,-z,undefs",
+    )
+    monkeypatch.setattr(packaging, "build", partial(build, flags=flags))
+    written = write(tiny.source, tmp_path)
+    good = [tiny.feeds(1, 1), tiny.feeds(3, 7, "left"), tiny.feeds(2, 64)]
+    bad = [tiny.feeds(1, 65), good[1] | {"input_ids": good[1]["input_ids"] + 1000}]
+    files = [tmp_path / f"{i}.npz" for i in range(len(good + bad))]
+    for file, feeds in zip(files, good + bad, strict=True):
+        np.savez(file, allow_pickle=False, **feeds)
+    environment = {"LD_PRELOAD": f"{_shared('libasan.so')} {_shared('libubsan.so')}", "ASAN_OPTIONS": "detect_leaks=0"}
+    command = [sys.executable, "-c", _SANITIZED, str(written.onnx), str(written.library), *map(str, files)]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["ran"] * 3 + ["InvalidArgument"] * 2
+
+
 def failure(run: Callable[[], object]) -> str:
     with pytest.raises(Exception) as caught:  # onnxruntime's errors have no common class of their own
         run()
@@ -227,8 +289,8 @@ def test_a_cpu_without_a_feature_is_refused(tmp_path: Path) -> None:
     target = get()
     claims = claim(graph, target)
     library = tmp_path / "m.so"
-    operators = {f"op{i}": op for i, op in enumerate(claims.operators.values())}
-    library.write_bytes(build(operators, claims.kernels, replace(target, features=(*target.features, "sse9"))))
+    named = {f"op{i}": op for i, op in enumerate(claims.operators.values())}
+    library.write_bytes(build(named, claims.kernels, replace(target, features=(*target.features, "sse9"))))
     message = failure(lambda: ort.SessionOptions().register_custom_ops_library(str(library)))
     assert "need the CPU feature sse9, which this CPU lacks" in message
 
