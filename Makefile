@@ -29,7 +29,7 @@ warnings: $(VENV)/installed
 	$(BIN)/cmake --build $(BUILD)/runtime
 
 pytest: $(VENV)/installed
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --dist loadfile
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks.minilm
