@@ -66,9 +66,8 @@ def run(graph: gs.Graph, log: PassLog) -> int:
             count += 1
         except Refused as why:
             log.refuse(PASS.name, node, str(why))
-    if count:
-        remove_dead(graph)
-        sort(graph)
+    remove_dead(graph)  # also what was made for one that was refused
+    sort(graph)
     return count
 
 
@@ -84,11 +83,16 @@ def _match(graph: gs.Graph, softmax: gs.Node) -> _Match:
     if constant_value(v) is not None or producer(probabilities) is producer(v):
         raise Refused("the probabilities do not multiply a run-time tensor of values")
     product, between = _scores(graph, scores, softmax)
+    for tensor in (*product.inputs, v):
+        if len(shape(tensor)) != 4:
+            raise Refused(f"operand '{tensor.name}' has {len(shape(tensor))} dimensions, expected 4")
     return _Match(product, between, output, v, guard)
 
 
 def _consumer(graph: gs.Graph, p: Tensor) -> tuple[gs.Node, bool]:
     """The MatMul that reads the probabilities, and whether a NaN guard stands before it."""
+    if is_output(graph, p):
+        raise Refused("the probabilities are read outside: they are an output of the graph")
     user = sole_consumer(graph, p)
     if user is not None and user.op == "MatMul" and user.inputs[0] is p:
         return user, False
@@ -158,6 +162,8 @@ def _rewrite(graph: gs.Graph, editor: GraphEditor, softmax: gs.Node, match: _Mat
         kv_heads = shape(t)[1]
         if not same(shape(t)[0], batch) or not isinstance(kv_heads, int) or int(heads) % kv_heads:
             raise Refused(f"the {name} have batch and heads {shape(t)[:2]}, the queries {(batch, heads)}")
+    if not same(shape(k)[1], shape(v)[1]):
+        raise Refused(f"the keys have {shape(k)[1]} heads, the values {shape(v)[1]}")
     scores = match.product.outputs[0]
     region = Region(editor, scores, shape(scores), score_kind, inline=False)
     if q_scale * k_scale != 1.0:

@@ -134,3 +134,33 @@ def test_other_softmaxes_are_refused_with_a_reason(body: str, output: str, reaso
     assert done.log.rewrites["attention"] == 0
     assert reason in done.log.refusals[0].reason
     assert done.error(_FEEDS) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v"),
+    [
+        ((2, 4, 3, 8), (2, 1, 5, 8), (2, 4, 5, 8)),
+        ((2, 4, 3, 8), (2, 4, 5, 8), (2, 1, 5, 8)),
+        ((4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8)),
+        ((4, 4, 3, 8), (4, 4, 2, 8), (4, 2, 8)),
+    ],
+    ids=["keys shared", "values shared", "queries of three dimensions", "values of three dimensions"],
+)
+def test_operands_that_broadcast_are_refused(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    inputs = ", ".join(f"float{list(s)} {n}" for n, s in (("q", q), ("k", k), ("v", v)))
+    m = model(f"g ({inputs}) => (float[B, 4, 3, 8] y) {{ {_SWAP} a = MatMul(q, kt) p = Softmax(a) y = MatMul(p, v) }}")
+    done = rewrite(m, [attention.PASS])
+    assert "Attention" not in done.ops() and done.log.refusals
+    assert done.error({"q": normal(*q), "k": normal(*k, seed=1), "v": normal(*v, seed=2)}) < 1e-6
+
+
+def test_guarded_probabilities_that_are_returned_are_refused() -> None:
+    m = model(
+        f"""g ({_IN}) => (float[B, S, 5, 8] y, float[B, 5, S, T] r) {{ {_SWAP} a = MatMul(q, kt) r = Softmax(a)
+            n = IsNaN(r) p = Where(n, zero, r) {_OUT} }}""",
+        _CONSTANTS,
+    )
+    done = rewrite(m, [attention.PASS])
+    assert "Attention" not in done.ops()
+    assert "output" in done.log.refusals[0].reason
+    assert done.error(_FEEDS) < 1e-6
