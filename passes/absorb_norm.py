@@ -189,7 +189,7 @@ def _rewrite(editor: GraphEditor, node: gs.Node, weights: Array, affine: Affine)
 def _join_bias(editor: GraphEditor, out: gs.Variable, bias: Array) -> bool:
     """Adds ``bias`` to the constant that the only reader of ``out`` adds to it anyway, if that is so."""
     reader = sole_consumer(editor.graph, out)
-    if reader is None or reader.op != "Add":
+    if reader is None or reader.op != "Add" or not same_shape(shape(reader.outputs[0]), shape(out)):
         return False
     other = next(t for t in (*reader.inputs, out) if t is not out or reader.inputs[0] is reader.inputs[1])
     column = column_value(other, len(bias))

@@ -13,7 +13,7 @@ so a post-norm residual is rebuilt from the raw tensor and its row statistics. A
 read it take a range of columns, or split heads (Reshape ``[B,S,H,D]``, Transpose to ``[B,H,S,D]``, also with axes of 1 between or
 as the only head), the store does that.
 
-Conditions: the weights are a constant ``[K, N]``; the left operand has at least two dimensions.
+Conditions: the weights are a float32 constant ``[K, N]``; the left operand has at least two dimensions.
 Refused, with the operand named: operands that broadcast over some columns, or over rows in another way; weights of more than two
 dimensions.
 """
@@ -80,6 +80,9 @@ def run(graph: gs.Graph, log: PassLog) -> int:
         weights = constant_value(node.inputs[1])
         if weights is None or weights.ndim != 2 or len(shape(node.inputs[0])) < 2:
             log.refuse(PASS.name, node, "the right operand is no constant matrix: not a GEMM with packed weights")
+            continue
+        if weights.dtype != np.float32:
+            log.refuse(PASS.name, node, f"weights are {weights.dtype}: GEMMs with an epilogue are of float32 only")
             continue
         _rewrite(graph, editor, node, log)
         count += 1

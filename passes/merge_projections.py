@@ -87,13 +87,16 @@ def _candidate(node: gs.Node) -> _Candidate | None:
 
 
 def _independent(group: list[_Candidate]) -> list[_Candidate]:
-    """The members of ``group``, in order, that do not depend on one before; those that must begin at round columns first."""
+    """The members of ``group`` that do not depend on each other, first come first; those that must begin at round columns first."""
     chosen: list[_Candidate] = []
+    members: set[int] = set()
     below: set[int] = set()
     for candidate in group:
-        if id(candidate.node) not in below:
+        after = descendants(candidate.node)
+        if id(candidate.node) not in below and not members & after:
             chosen.append(candidate)
-            below |= descendants(candidate.node)
+            members.add(id(candidate.node))
+            below |= after
     return sorted(chosen, key=lambda c: -c.alignment)
 
 

@@ -290,12 +290,14 @@ def _check_columns_move(root: _Root) -> None:
     tensors = {p.name for p in program.params[1:] if p.kind is Kind.TILE}
     values = [root.output.value]
     values += [str(s.args[0]) for s in program.steps if s.operator.group is Group.REDUCE]
+    read: set[str] = set()
     for value in values:
         cone, pairs = _cone(program, value)
         if tensors & cone or pairs:
             raise Refused("the epilogue reads a whole tensor or pairs columns already, whose order would change")
+        read |= cone
     for param, tensor in zip(program.params[1:], root.gemm.inputs[2:], strict=True):
-        moves = param.kind is Kind.COL and param.name in _cone(program, root.output.value)[0]
+        moves = param.kind is Kind.COL and param.name in read
         if moves and constant_value(tensor) is None:
             raise Refused(f"column operand '{tensor.name}' is not constant: its columns cannot be put into order")
 

@@ -66,7 +66,7 @@ def _sink(graph: gs.Graph, editor: GraphEditor, reshape: gs.Node) -> int:
 
 def _keeps_rows(reshape: gs.Node) -> bool:
     before, after = shape(reshape.inputs[0]), shape(reshape.outputs[0])
-    constant = constant_value(reshape.inputs[1]) is not None
+    constant = constant_value(reshape.inputs[1]) is not None and not reshape.attrs.get("allowzero", 0)
     return constant and min(len(before), len(after)) >= 2 and same(before[-1], after[-1])
 
 
@@ -114,7 +114,8 @@ def _swap(editor: GraphEditor, reshape: gs.Node, node: gs.Node) -> None:
         bounds = [editor.constant(f"{out.name}.bound", np.array([v])) for v in (first, last, len(shape(x)) - 1)]
         inputs = [x, *bounds]
     else:
-        inputs = [x if t is r else _as_column(editor, t, shape(r)[-1]) for t in node.inputs]
+        column = node.op in ELEMENTWISE
+        inputs = [x if t is r else _as_column(editor, t, shape(r)[-1]) if column else t for t in node.inputs]
     moved = editor.variable(f"{out.name}.rows", out.dtype, (*shape(x)[:-1], n))
     editor.node(node.op, inputs, [moved], node.name or out.name, **node.attrs)
     new_target = editor.constant(f"{out.name}.shape", np.array([*target[:-1], n], np.int64))
@@ -122,7 +123,7 @@ def _swap(editor: GraphEditor, reshape: gs.Node, node: gs.Node) -> None:
 
 
 def _as_column(editor: GraphEditor, tensor: Tensor, n: object) -> Tensor:
-    """``tensor`` without leading ones, so that it broadcasts to any rank; weights stay as they are."""
+    """``tensor`` without leading ones, so that it broadcasts to any rank."""
     value = constant_value(tensor)
     if value is None or value.ndim < 2 or value.size not in (1, n):
         return tensor

@@ -92,3 +92,13 @@ def test_half_precision_is_refused_with_a_reason() -> None:
     done = rewrite(m, _PASSES)
     assert done.log.rewrites["absorb_norm"] == 0
     assert "float16" in done.log.refusals[0].reason
+
+
+def test_a_bias_that_adds_a_dimension_is_not_joined() -> None:
+    m = model(
+        f"g (float[S, 24] x) => (float[1, S, 40] y) {{ {_NORMS['LayerNormalization']} p = MatMul(n, w) y = Add(p, c) }}",
+        _CONSTANTS | {"c": normal(1, 1, 40, seed=2)},
+    )
+    done = rewrite(m, [*_PASSES, grow_epilogue.PASS])
+    assert done.graph.outputs[0].shape[0] == 1
+    assert done.error({"x": normal(7, 24)}) < 2e-6

@@ -189,3 +189,13 @@ def test_ranges_of_a_range_are_ranges() -> None:
     outputs = EpilogueProgram.parse(done.node("Gemm").attrs["epilogue"]).outputs
     assert {o.columns for o in outputs} == {(8, 16), (16, 24)}
     assert done.error({"x": _FEEDS["x"]}) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "int32"])
+def test_weights_of_another_type_than_float32_are_refused(dtype: str) -> None:
+    name = {"float64": "double"}.get(dtype, dtype)
+    weights = np.arange(60).reshape(12, 5).astype(dtype)
+    m = model(f"g ({name}[B, 12] x) => ({name}[B, 5] y) {{ y = MatMul(x, w) }}", {"w": weights})
+    done = rewrite(m, [grow_epilogue.PASS])
+    assert done.ops() == {"MatMul": 1}
+    assert dtype in done.log.refusals[0].reason

@@ -63,3 +63,13 @@ def test_input_reshaped_to_itself_is_still_copied_to_the_output() -> None:
     )
     done = rewrite(m, [sink_reshape.PASS])
     assert done.error(_FEEDS) == 0.0
+
+
+def test_a_projection_to_one_column_stays_a_matrix() -> None:
+    m = model(
+        "g (float[B, 7, 12] x) => (float[B, 7, 1] y) { r = Reshape(x, flat) p = MatMul(r, w) y = Reshape(p, back) }",
+        _CONSTANTS | {"w": normal(12, 1), "back": np.array([-1, 7, 1])},
+    )
+    done = rewrite(m, [sink_reshape.PASS, grow_epilogue.PASS])
+    assert done.node("Gemm").inputs[1].shape == (12, 1)
+    assert done.error(_FEEDS) < 2e-6
