@@ -98,6 +98,14 @@ def test_a_constant_output_stays() -> None:
     assert worst_error(run(model, feeds), run(to_model(normalize(load(model))), feeds)) == 0
 
 
+def test_an_initializer_may_be_read_and_returned() -> None:
+    model = _parse("(float[B, 2] x) => (float[2] a, float[B, 2] z) <float[2] a = {1, 2}> { z = Add(x, a) }")
+    graph = normalize(load(model))
+    feeds = {"x": np.float32([[1, -1]])}
+    assert [n.op for n in graph.nodes if graph.outputs[0] in n.outputs] == ["Identity"]
+    assert worst_error(run(model, feeds), run(to_model(graph), feeds)) == 0
+
+
 def test_an_operator_that_onnxruntime_lacks_is_folded_too() -> None:
     body = (
         "(float[B, 2] x) => (float[B, 2] y) <int8[2] a = {3, 4}> { n = Add(a, a) f = Cast <to = 1> (n) y = Mul(x, f) }"

@@ -157,3 +157,12 @@ def test_every_target_has_the_same_results(name: str) -> None:
     found, expected = compile_model(proto, target).run({"x": x, "w": w}), reference(proto, {"x": x, "w": w})
     for output in expected:
         assert_same(found[output], expected[output], 1e-5)
+
+
+def test_an_input_that_is_returned_is_copied() -> None:
+    proto = model([node("Tanh", ["x"], ["y"])], X, ["x", "y"])
+    compiled = compile_model(proto)
+    x = np.random.default_rng(0).standard_normal((2, 5, 12)).astype(np.float32)
+    found = compiled.run({"x": x})
+    assert_same(found["x"], x)
+    assert_same(found["y"], np.tanh(x))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import onnx_graphsurgeon as gs
 import pytest
+from coda_edge.passes import PassLog, fuse_map
 from lowering import Compiled, assert_same, model, reference
 from onnx import helper
 
+from coda_edge import frontend
 from coda_edge.frontend import infer
 
 node = helper.make_node
@@ -50,3 +52,14 @@ def test_sums_and_moments_are_one_kernel(width: int, moments: bool) -> None:
             expected |= {"mean": x.mean(-1, keepdims=True), "var": x.var(-1, keepdims=True)}
         for name, value in expected.items():
             assert_same(found[name], value.astype(np.float32), 1e-5)
+
+
+@pytest.mark.parametrize("op", ["ReduceSum", "ReduceSumSquare"])
+def test_sums_of_empty_rows_are_stored(op: str) -> None:
+    nodes = [node("Tanh", ["x"], ["t"]), node(op, ["t", "last"], ["y"])]
+    proto = model(nodes, {"x": ("float32", ("B", "S"))}, ["y"], {"last": np.array([-1])})
+    graph = frontend.normalize(proto)
+    fuse_map.PASS.run(graph, PassLog())
+    assert [n.op for n in graph.nodes] == ["Map"]
+    found = Compiled(graph).run({"x": np.zeros((3, 0), np.float32)})
+    np.testing.assert_array_equal(found["y"], np.zeros((3, 1), np.float32))

@@ -147,7 +147,8 @@ def merge_nodes(graph: gs.Graph) -> int:
     for node in ir.in_order(graph):
         if node.op in _RANDOM or _has_graph(node):
             continue
-        key = (node.op, node.domain or "", _attributes(node), tuple(t.name for t in node.inputs), len(node.outputs))
+        given = tuple(bool(t.name) for t in node.outputs)
+        key = (node.op, node.domain or "", _attributes(node), tuple(t.name for t in node.inputs), given)
         kept = first.setdefault(key, node)
         if kept is node or any(ir.is_output(graph, t) for t in node.outputs):
             continue

@@ -76,11 +76,18 @@ def lower(graph: gs.Graph, target: Target, constraints: Sequence[Assumed] = ()) 
     assumed.add(SymbolicInfo(constraints=list(constraints)))
     assumed.add(info)
     context = Context(target, info.values)
-    calls, roots = _calls(graph, context)
-    return _Planner(graph, roots).plan(calls, assumed.known_by(graph))
+    stored = _stored(graph)
+    calls, roots = _calls(graph, stored, context)
+    return _Planner(graph, stored, roots).plan(calls, assumed.known_by(graph))
 
 
-def _calls(graph: gs.Graph, context: Context) -> tuple[list[KernelCall], dict[str, str]]:
+def _stored(graph: gs.Graph) -> list[str]:
+    """The name of each output's buffer: its own, and a fresh one for an input that is returned as it is."""
+    names, inputs = ir.Names(graph), {t.name for t in graph.inputs}
+    return [names.fresh(t.name) if t.name in inputs else t.name for t in graph.outputs]
+
+
+def _calls(graph: gs.Graph, stored: Sequence[str], context: Context) -> tuple[list[KernelCall], dict[str, str]]:
     """The kernel calls in order, and for each tensor without a buffer of its own the tensor whose buffer it shares."""
     roots: dict[str, str] = {}
     calls: list[KernelCall] = []
@@ -96,7 +103,7 @@ def _calls(graph: gs.Graph, context: Context) -> tuple[list[KernelCall], dict[st
             continue
         calls.extend(_lower_node(node, context))
     taken: set[str] = {t.name for t in graph.inputs}
-    for out in graph.outputs:
+    for out, buffer in zip(graph.outputs, stored, strict=True):
         root = roots.get(out.name, out.name)
         computed = out.inputs and not inlined(out, context)
         if computed and root not in taken and (root == out.name or root not in outputs):
@@ -104,7 +111,7 @@ def _calls(graph: gs.Graph, context: Context) -> tuple[list[KernelCall], dict[st
             roots.update({name: out.name for name, r in roots.items() if r == root})
             taken.update((root, out.name))
         else:
-            calls.append(lower_copy(_renamed(out, root), out.name, context))
+            calls.append(lower_copy(_renamed(out, root), buffer, context))
             roots.pop(out.name, None)
     return calls, {name: root for name, root in roots.items() if name != root}
 
@@ -176,10 +183,13 @@ class _Constants:
 class _Planner:
     """Numbers for everything that kernel calls name."""
 
-    def __init__(self, graph: gs.Graph, roots: Mapping[str, str]) -> None:
+    def __init__(self, graph: gs.Graph, stored: Sequence[str], roots: Mapping[str, str]) -> None:
         self._graph = graph
         self._roots = roots
-        self._tensors: dict[str, Tensor] = graph.tensors()
+        outputs = dict(zip(stored, graph.outputs, strict=True))
+        self._tensors: dict[str, Tensor] = {**graph.tensors(), **outputs}
+        self._io = {name: (BufferKind.OUTPUT, i) for i, name in enumerate(stored)}
+        self._io |= {t.name: (BufferKind.INPUT, i) for i, t in enumerate(graph.inputs)}
         self._constants = _Constants()
         self._plan = ExecutionPlan()
         self._buffers: dict[tuple[BufferKind, object], int] = {}
@@ -268,10 +278,9 @@ class _Planner:
         if isinstance(operand, Workspace):
             return self._add(BufferKind.ARENA, (step, operand.name), operand.size, 0, step)
         name = self._roots.get(operand, operand)
-        for kind, tensors in ((BufferKind.INPUT, self._graph.inputs), (BufferKind.OUTPUT, self._graph.outputs)):
-            position = next((i for i, t in enumerate(tensors) if t.name == name), None)
-            if position is not None:
-                return self._add(kind, position, self._size(name), position)
+        if name in self._io:
+            kind, position = self._io[name]
+            return self._add(kind, position, self._size(name), position)
         return self._add(BufferKind.ARENA, name, self._size(name), 0, step)
 
     def _add(self, kind: BufferKind, key: object, size: Dim, index: int, step: int = 0) -> int:

@@ -282,7 +282,7 @@ def _rows_with_statistics(
             result = ROW_SUMS[op].after(accumulator.result, width)
             emit.store(emit.buffer(target, dtype_name(t)), item, tirx.Cast(dtype_name(t), result))
         if moments is None or total is None:
-            return rows_of(lead, last)
+            return product(lead)  # empty rows too have a sum
         mean = emit.bind(total.result / tirx.Cast("float32", width))
         with emit.reduction(SUM, "float32") as squares:
 
@@ -296,7 +296,7 @@ def _rows_with_statistics(
             if name is not None:
                 dtype = dtype_name(moments[0])
                 emit.store(emit.buffer(name, dtype), item, tirx.Cast(dtype, result))
-    return rows_of(lead, last)
+    return product(lead)
 
 
 def widen(x: Expr) -> Expr:
