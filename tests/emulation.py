@@ -58,7 +58,6 @@ def _arm64(cpu: str) -> Machine:
 
 MACHINES: dict[str, tuple[str, Machine]] = {
     "cortex-a72": ("arm64-linux", _arm64("cortex-a72")),
-    "cortex-a53": ("arm64-linux-a53", _arm64("cortex-a53")),
     "neoverse-n1": ("arm64-linux-a76", _arm64("neoverse-n1")),
     "max": ("arm64-linux-a55", _arm64("max")),
     "armv7": ("armv7-linux", _machine("arm", "cortex-a15", "arm-linux-gnueabihf", "arm-linux-gnueabihf")),
