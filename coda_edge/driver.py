@@ -28,6 +28,8 @@ Model = str | os.PathLike[str] | bytes | onnx.ModelProto
 Progress = Callable[[str, float], None]
 Verify = bool | Literal["each"]
 
+_BLOCK = 1 << 24
+
 
 @dataclass(frozen=True)
 class Optimized:
@@ -131,6 +133,14 @@ def _rewrite(graph: gs.Graph, verifier: Verifier | None, tell: Progress) -> Pass
 
 
 def _digest(model: Model, loaded: onnx.ModelProto) -> str:
-    if isinstance(model, (str, os.PathLike)):
-        return hashlib.sha256(Path(model).read_bytes()).hexdigest()
-    return hashlib.sha256(model if isinstance(model, bytes) else loaded.SerializeToString()).hexdigest()
+    """SHA-256 of the model: of its file and, one after another, the files that hold its weights."""
+    if not isinstance(model, (str, os.PathLike)):
+        return hashlib.sha256(model if isinstance(model, bytes) else loaded.SerializeToString()).hexdigest()
+    tensors = onnx.load(model, load_external_data=False).graph.initializer
+    places = (e.value for t in tensors for e in t.external_data if e.key == "location")
+    digest = hashlib.sha256()
+    for path in (Path(model), *(Path(model).parent / place for place in dict.fromkeys(places))):
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+    return digest.hexdigest()

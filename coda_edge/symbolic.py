@@ -49,7 +49,7 @@ def parse_dim(dim: int | str) -> Dim:
         return dim
     try:
         return simplify(_parse(ast.parse(dim, mode="eval").body))
-    except (SyntaxError, KeyError, ValueError):
+    except (SyntaxError, KeyError, ValueError, TypeError):
         return symbol(dim)
 
 

@@ -123,11 +123,11 @@ def test_initializers_are_no_inputs() -> None:
 
 
 def test_dynamic_dimensions_have_usable_names() -> None:
-    x = helper.make_tensor_value_info("in.x", TensorProto.FLOAT, ["batch size", None, "s + 1", "?", "seq", "lambda"])
+    x = helper.make_tensor_value_info("in.x", TensorProto.FLOAT, ["batch-size", None, "seq + 1", "?", "seq", "lambda"])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
     y.type.tensor_type.shape.dim.add()
     graph = helper.make_graph([helper.make_node("Relu", ["in.x"], ["y"])], "g", [x], [y])
     loaded = load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]))
     dims = [d.dim_param for d in loaded.graph.input[0].type.tensor_type.shape.dim]
-    assert dims == ["batch_size", "in_x_1", "s + 1", "in_x_3", "seq", "size_lambda"]
-    assert normalize(loaded).outputs[0].shape == ["batch_size", "in_x_1", "s + 1", "in_x_3", "seq", "size_lambda"]
+    assert dims == ["batch_size", "in_x_1", "seq + 1", "in_x_3", "seq", "size_lambda"]
+    assert normalize(loaded).outputs[0].shape == dims

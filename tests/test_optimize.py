@@ -203,3 +203,14 @@ def test_a_model_without_any_gemm_still_becomes_a_bundle(tmp_path: Path) -> None
     x, z = normal(3, 5), normal(3, 5, seed=1)
     with coda_edge.Session(tmp_path / "m.coda") as session:
         np.testing.assert_allclose(session.run(["y"], {"x": x, "z": z})[0], np.tanh(x + z), atol=2e-7)
+
+
+def test_the_source_hash_covers_weights_in_another_file(tmp_path: Path) -> None:
+    hashes = set()
+    for seed in range(2):
+        m = model("g (float[B, 12] x) => (float[B, 8] y) { y = MatMul(x, w) }", {"w": normal(12, 8, seed=seed)})
+        path = tmp_path / "model.onnx"
+        onnx.save(m, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+        hashes.add(coda_edge.optimize(path, verify=False).bundle.metadata["source_sha256"])
+        (tmp_path / "weights.bin").unlink()
+    assert len(hashes) == 2

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import sympy
 
+from ..errors import ShapeError
 from ..symbolic import Dim, simplify
 
 
@@ -128,8 +129,9 @@ class ExprTable:
             return self._fold(ExprOp.MUL, [self._convert(e.base)] * int(e.exp))
         op = _SYMPY.get(e.func)
         if op is None:
-            raise ValueError(
-                f"size expression {e} cannot be evaluated on the device: only +, *, //, %, min, max of integers can"
+            raise ShapeError(
+                f"size expression {e} cannot be evaluated on the device: only +, *, //, %, min, max of integers can; "
+                "bind its sizes to numbers with --shape"
             )
         return self._fold(op, [self._convert(a) for a in e.args])
 

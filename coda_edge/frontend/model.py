@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from keyword import iskeyword
 from pathlib import Path
 from typing import TypeAlias
@@ -24,6 +25,8 @@ Source: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto"
 OPSET = 18
 # Initializers above this size are taken out while C++ works on the model: it serialises, and protobuf ends at 2 GB.
 _LARGE = 1024
+# The longest dimension that a caller can pin: products of a few of them stay within int64.
+_LONGEST = 2**31 - 1
 
 
 def load(source: Source) -> onnx.ModelProto:
@@ -110,10 +113,22 @@ def _move_norms(model: onnx.ModelProto) -> None:
 
 
 def _check(model: onnx.ModelProto, name: str) -> None:
+    # The checker wants a shape of each output, which some exporters leave out and inference finds.
+    bare = [v.type.tensor_type for v in model.graph.output if v.type.HasField("tensor_type")]
+    bare = [t for t in bare if not t.HasField("shape")]
+    for tensor in bare:
+        tensor.shape.SetInParent()
     try:
         onnx.checker.check_model(model)
     except onnx.checker.ValidationError as error:
         raise InvalidModel(f"{name} is not valid: {_line(error)}") from error
+    finally:
+        for tensor in bare:
+            tensor.ClearField("shape")
+    outputs = Counter(v.name for v in model.graph.output)
+    twice = [output for output, count in outputs.items() if count > 1]
+    if twice:
+        raise InvalidModel(f"{name} lists output '{twice[0]}' more than once: give each output a name, by an Identity")
     for value in model.graph.input:
         if not value.type.HasField("tensor_type"):
             raise InvalidModel(f"{name}: input '{value.name}' is not a tensor; only tensors are supported")
@@ -155,16 +170,21 @@ def _culprit(model: onnx.ModelProto) -> str:
 
 
 def _name_inputs(graph: onnx.GraphProto) -> None:
+    alone = {d.dim_param for value in graph.input for d in value.type.tensor_type.shape.dim}
     for value in graph.input:
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             if not dim.HasField("dim_value"):
-                dim.dim_param = _size_name(dim.dim_param) or re.sub(r"\W", "_", f"{value.name}_{axis}")
+                dim.dim_param = _size_name(dim.dim_param, alone) or re.sub(r"\W", "_", f"{value.name}_{axis}")
 
 
-def _size_name(name: str) -> str:
-    """``name`` if expressions can contain it, else with every odd character replaced; '' if nothing of it is left."""
+def _size_name(name: str, alone: Collection[str]) -> str:
+    """``name`` if expressions can contain it, else with every odd character replaced; '' if nothing of it is left.
+
+    An expression of sizes that no dimension has ``alone`` is a name too, such as ``batch-size``.
+    """
     dim = parse_dim(name)
-    if not isinstance(dim, int) and all(s.name.isidentifier() and not iskeyword(s.name) for s in dim.free_symbols):
+    symbols = () if isinstance(dim, int) else dim.free_symbols
+    if symbols and all(s.name in alone and s.name.isidentifier() and not iskeyword(s.name) for s in symbols):
         return name
     cleaned = re.sub(r"\W+", "_", name).strip("_")
     return cleaned if cleaned.isidentifier() and not iskeyword(cleaned) else f"size_{cleaned}" if cleaned else ""
@@ -175,7 +195,7 @@ def bind(graph: gs.Graph, shapes: Mapping[str, Sequence[int | str]]) -> None:
 
     A size that is bound here is bound wherever else the inputs name it.
 
-    Raises ShapeError if an input is unknown, the rank differs, or a fixed dimension would change.
+    Raises ShapeError if an input is unknown, the rank differs, a fixed dimension would change, or a size is 0 or beyond 2³¹ − 1.
     """
     inputs = {i.name: i for i in graph.inputs}
     listing = ", ".join(f"{i.name}[{', '.join(map(str, i.shape or ()))}]" for i in graph.inputs)
@@ -187,8 +207,10 @@ def bind(graph: gs.Graph, shapes: Mapping[str, Sequence[int | str]]) -> None:
         if len(have) != len(dims):
             raise ShapeError(f"input '{name}' has {len(have)} dimensions, not {len(dims)}; the inputs are {listing}")
         for old, new in zip(have, dims, strict=True):
-            if isinstance(new, int) and new < 0:
-                raise ShapeError(f"input '{name}' cannot have a dimension of {new}; the inputs are {listing}")
+            if isinstance(new, int) and not 0 < new <= _LONGEST:
+                raise ShapeError(
+                    f"input '{name}' cannot have a dimension fixed to {new}, only 1 to {_LONGEST}; the inputs are {listing}"
+                )
             if isinstance(old, int) and old != new:
                 raise ShapeError(f"input '{name}' fixes a dimension to {old}, not {new}; the inputs are {listing}")
             if isinstance(old, str) and bound.setdefault(old, new) != new:
