@@ -19,9 +19,11 @@ import test_intrinsics
 from emulation import MACHINES, ROOT, Machine, RemoteLibrary, RemoteSession, remote
 
 import coda_edge
+from benchmarks import arm_mca
 from coda_edge import targets
 from coda_edge.bundle import writer
 from coda_edge.inputs import generate_inputs
+from coda_edge.targets import link
 
 Device = tuple[targets.Target, Machine]
 
@@ -51,6 +53,52 @@ def target(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[targets.
         one.close()
     for module in (test_attention, test_gemm):
         module.built.cache_clear()
+
+
+CROSS = [name for name in targets.targets() if name.startswith(("arm", "riscv"))]
+
+
+@pytest.mark.parametrize("name", CROSS)
+def test_libraries_need_nothing(name: str) -> None:
+    """Every target links here, with 64-bit division and half precision, which not all machines have instructions for."""
+    pytest.importorskip("ziglang")
+    target = targets.get(name)
+    program = test_gemm.EpilogueProgram.parse(test_gemm.PROGRAMS["half storage"])
+    weight = np.ones((8, 24), np.float32)
+    call = test_gemm.lower_gemm(target, "g", program, "a", weight, ["r"], ["y"], test_gemm.symbol("M"))
+    library = target.build([call.kernel])
+    assert library[:4] == b"\x7fELF" and link.undefined_symbols(library) == () and len(library) < 64 << 10
+
+
+@pytest.mark.parametrize("triple", ["arm-linux-gnueabihf", "aarch64-linux-gnu"])
+def test_undefined_symbols_are_found(triple: str, tmp_path: Path) -> None:
+    """In 32-bit and 64-bit libraries."""
+    pytest.importorskip("ziglang")
+    (tmp_path / "k.c").write_text("float cosf(float); float k(float x) { return cosf(x); }")
+    command = [
+        sys.executable,
+        "-m",
+        "ziglang",
+        "cc",
+        "-target",
+        triple,
+        "-O2",
+        "-ffreestanding",
+        "-shared",
+        "-fPIC",
+        "-nostdlib",
+    ]
+    subprocess.run(
+        [*command, "-fno-sanitize=undefined", "-fno-unwind-tables", "-fno-exceptions", "k.c", "-o", "k.so"],
+        cwd=tmp_path,
+        check=True,
+    )
+    assert link.undefined_symbols((tmp_path / "k.so").read_bytes()) == ("cosf",)
+
+
+def test_inner_loops_of_assembly() -> None:
+    text = ".LBB0_1:\n mov x1, x0\n.LBB0_2: // inner\n.Ltmp3:\n fmla v0.4s, v1.4s, v2.4s\n subs x1, x1, #1\n b.ne .LBB0_2\n cbnz x0, .LBB0_1\n"
+    assert list(arm_mca.inner_loops(text)) == [["fmla v0.4s, v1.4s, v2.4s", "subs x1, x1, #1", "b.ne .LBB0_2"]]
 
 
 def test_features(device: Device) -> None:
