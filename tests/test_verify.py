@@ -16,8 +16,8 @@ def _plain() -> onnx.ModelProto:
     return model("g (float[n, 8] x) => (float[n, 6] y) { y = MatMul (x, w) }", {"w": normal(8, 6)})
 
 
-def _quantised() -> onnx.ModelProto:
-    """Every product lies on the border of two quanta, of which there are ten up to the largest."""
+def _quantised(quantum: float = 0.01) -> onnx.ModelProto:
+    """Every value lies on the border of the two largest quanta up to 1."""
     return model(
         """
         g (float[n, 4] x) => (float[n, 1] y) {
@@ -28,7 +28,12 @@ def _quantised() -> onnx.ModelProto:
             y = DequantizeLinear (q, s, z)
         }
         """,
-        {"w": np.full(1, 0.95, np.float32), "s": np.float32(0.1), "z": np.uint8(0), "last": np.array([1])},
+        {
+            "w": np.full(1, 1 - quantum / 2, np.float32),
+            "s": np.float32(quantum),
+            "z": np.uint8(0),
+            "last": np.array([1]),
+        },
     )
 
 
@@ -38,14 +43,26 @@ def test_a_model_that_does_not_quantise_is_not_nudged() -> None:
     assert verifier.tolerances == {"y": TOLERANCE}
 
 
-def test_a_border_of_quanta_allows_a_quantum() -> None:
+def _verifier(m: onnx.ModelProto) -> Verifier:
+    return Verifier.of(input_specs(m), ort_session(m), [ort_session(n) for n in nudge(m)])
+
+
+def test_a_border_of_quanta_allows_a_quantum_and_says_so() -> None:
     m = _quantised()
-    verifier = Verifier.of(input_specs(m), ort_session(m), [ort_session(n) for n in nudge(m)])
-    assert 0.1 < verifier.tolerances["y"] <= 1.0
+    verifier = _verifier(m)
+    assert 0.01 < verifier.tolerances["y"] <= 0.05
     reference = ort_session(m)
-    assert verifier.check(lambda names, feeds: [reference.run(names, dict(feeds))[0] - 0.1], "a quantum less") > 0.09
+    assert verifier.check(lambda names, feeds: [reference.run(names, dict(feeds))[0] - 0.01], "a quantum less") > 0.009
+    assert "'y'" in verifier.notes()[0]
     with pytest.raises(VerificationError, match="changes output 'y' by"):
         verifier.check(lambda names, feeds: [-2 * reference.run(names, dict(feeds))[0]], "another number")
+
+
+def test_coarse_quanta_are_no_excuse() -> None:
+    m = _quantised(0.2)
+    reference = ort_session(m)
+    with pytest.raises(VerificationError, match="changes output 'y' by"):
+        _verifier(m).check(lambda names, feeds: [reference.run(names, dict(feeds))[0] - 0.2], "a quantum less")
 
 
 def test_nudging_moves_float_weights_by_about_a_rounding() -> None:
