@@ -3,7 +3,8 @@
     python -m benchmarks.arm_mca
 
 For each target: its tiles' K loops, as the kernel library has them, go through ``llvm-mca``, which knows each instruction's latency and
-units, but no caches. LLVM's model of Cortex-A76 is that of the older A57, so that A76-class cores are judged by Neoverse N1's.
+units, but no caches. LLVM's model of Cortex-A76 is that of the older A57, so that A76-class cores are judged by Neoverse N1's. Its model of Cortex-A55 starts two 128-bit multiply-adds a cycle, the core one: there
+the figures compare tiles, and are no shares of a peak.
 """
 
 from __future__ import annotations
