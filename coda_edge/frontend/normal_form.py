@@ -9,7 +9,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from .. import ir
-from . import contrib, convolution, decompose_attention, pooling, quantization, simplify, transposes
+from . import contrib, convolution, decompose_attention, einsum, pooling, quantization, simplify, transposes
 from . import decompose as decompose_basic
 from .branches import inline_branches
 from .builder import decompose
@@ -24,7 +24,17 @@ from .sizes import emit_sizes, simplify_bounds, simplify_targets
 from .spread import defer_expands
 
 # Imported for the decompositions that they register.
-_TABLES = (simplify, transposes, decompose_basic, decompose_attention, contrib, convolution, quantization, pooling)
+_TABLES = (
+    simplify,
+    transposes,
+    decompose_basic,
+    decompose_attention,
+    contrib,
+    convolution,
+    quantization,
+    pooling,
+    einsum,
+)
 
 # Each round undoes at least one layer of composition; exporters nest a handful.
 _ROUNDS = 12

@@ -328,18 +328,39 @@ def _attention(call: Call) -> list[Type]:
 
 @shape_rule("Einsum")
 def _einsum(call: Call) -> list[Type]:
-    equation = call.attr("equation").replace(" ", "")
-    left, arrow, right = equation.partition("->")
-    terms = left.split(",")
-    if "." in equation:
-        raise call.error(f"an ellipsis in the equation '{equation}' is not understood; write its indices")
+    shapes = [call.shape(i) for i in range(len(call.node.inputs))]
+    try:
+        terms, result = einsum_terms(call.attr("equation"), [len(s) for s in shapes])
+    except ValueError as error:
+        raise call.error(str(error)) from error
     sizes: dict[str, Dim] = {}
-    for i, term in enumerate(terms):
-        for letter, dim in zip(term, call.shape(i), strict=True):
-            sizes[letter] = call.equate(sizes[letter], dim) if letter in sizes else dim
+    for term, dims in zip(terms, shapes, strict=True):
+        for index, dim in zip(term, dims, strict=True):
+            sizes[index] = call.equate(sizes[index], dim) if index in sizes else dim
+    return [(call.dtype(), tuple(sizes[c] for c in result))]
+
+
+def einsum_terms(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
+    """One character for each axis of operands of ``ranks``, and of the result, with ellipses and a missing result written out.
+
+    Raises ValueError if the equation does not fit the operands.
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != len(ranks):
+        raise ValueError(f"the equation '{equation}' has {len(terms)} terms for {len(ranks)} operands")
+    hidden = [rank - len(t.replace("...", "")) for t, rank in zip(terms, ranks, strict=True)]
+    if any(n < 0 or (n > 0 and "..." not in t) for t, n in zip(terms, hidden, strict=True)):
+        raise ValueError(f"the equation '{equation}' does not fit operands of ranks {list(ranks)}")
+    # Digits stand for what ellipses hide; they are aligned from the right.
+    dots = "".join(map(str, range(max(hidden))))
+    terms = [t.replace("...", dots[len(dots) - n :]) for t, n in zip(terms, hidden, strict=True)]
     if not arrow:
-        right = "".join(sorted(c for c in sizes if left.count(c) == 1))
-    return [(call.dtype(), tuple(sizes[c] for c in right))]
+        right = "..." + "".join(sorted(c for c in set(left) - set(".,") if left.count(c) == 1))
+    result = right.replace("...", dots)
+    if not set(result) <= set("".join(terms)):
+        raise ValueError(f"the result of the equation '{equation}' has an index that no operand has")
+    return terms, result
 
 
 def dtype_of(onnx_type: int) -> Any:
