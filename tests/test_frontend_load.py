@@ -10,7 +10,7 @@ import pytest
 from graphs import load_fixture, run, to_model, worst_error
 from onnx import TensorProto, helper, numpy_helper, parser
 
-from coda_edge.errors import InvalidModel
+from coda_edge.errors import InvalidModel, ShapeError
 from coda_edge.frontend import load, normalize
 
 
@@ -131,3 +131,25 @@ def test_dynamic_dimensions_have_usable_names() -> None:
     dims = [d.dim_param for d in loaded.graph.input[0].type.tensor_type.shape.dim]
     assert dims == ["batch_size", "in_x_1", "seq + 1", "in_x_3", "seq", "size_lambda"]
     assert normalize(loaded).outputs[0].shape == dims
+
+
+def test_an_output_needs_no_shape() -> None:
+    model = _model(LINEAR)
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    x = {"x": np.ones((2, 4), np.float32)}
+    loaded = load(model)
+    assert normalize(loaded).outputs[0].shape == ["N", 3]
+    assert worst_error(run(_model(LINEAR), x), run(to_model(normalize(loaded)), x)) == 0
+
+
+def test_an_output_that_is_listed_twice() -> None:
+    model = _model(LINEAR)
+    model.graph.output.append(model.graph.output[0])
+    with pytest.raises(InvalidModel, match="lists output 'y' more than once"):
+        load(model)
+
+
+@pytest.mark.parametrize("size", [-1, 2**31, 10**20])
+def test_a_size_beyond_what_can_be_counted(size: int) -> None:
+    with pytest.raises(ShapeError, match=f"cannot have a dimension fixed to {size}"):
+        normalize(load(_model(LINEAR)), {"x": (size, 4)})

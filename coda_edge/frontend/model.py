@@ -195,7 +195,7 @@ def bind(graph: gs.Graph, shapes: Mapping[str, Sequence[int | str]]) -> None:
 
     A size that is bound here is bound wherever else the inputs name it.
 
-    Raises ShapeError if an input is unknown, the rank differs, a fixed dimension would change, or a size is 0 or beyond 2³¹ − 1.
+    Raises ShapeError if an input is unknown, the rank differs, a fixed dimension would change, or a size is beyond 2³¹ − 1.
     """
     inputs = {i.name: i for i in graph.inputs}
     listing = ", ".join(f"{i.name}[{', '.join(map(str, i.shape or ()))}]" for i in graph.inputs)
@@ -207,9 +207,9 @@ def bind(graph: gs.Graph, shapes: Mapping[str, Sequence[int | str]]) -> None:
         if len(have) != len(dims):
             raise ShapeError(f"input '{name}' has {len(have)} dimensions, not {len(dims)}; the inputs are {listing}")
         for old, new in zip(have, dims, strict=True):
-            if isinstance(new, int) and not 0 < new <= _LONGEST:
+            if isinstance(new, int) and not 0 <= new <= _LONGEST:
                 raise ShapeError(
-                    f"input '{name}' cannot have a dimension fixed to {new}, only 1 to {_LONGEST}; the inputs are {listing}"
+                    f"input '{name}' cannot have a dimension fixed to {new}, only 0 to {_LONGEST}; the inputs are {listing}"
                 )
             if isinstance(old, int) and old != new:
                 raise ShapeError(f"input '{name}' fixes a dimension to {old}, not {new}; the inputs are {listing}")
