@@ -25,7 +25,7 @@ from .epilogue.ops import OPERATORS
 from .epilogue.program import EpilogueProgram, Kind, StepKind
 from .errors import InvalidModel
 from .files import atomic
-from .ir import DOMAIN, Tensor, in_order
+from .ir import DOMAIN, Tensor, copy_nodes, in_order
 
 INLINE_LIMIT = 2**31 - 2**20
 """Bytes of initializers above which ``save`` puts them into a file of their own: protobuf ends at 2 GiB."""
@@ -381,17 +381,7 @@ def _map_graph(function: gs.Function, bodies: dict[str, gs.Function]) -> gs.Grap
         return tensors.setdefault(tensor.name, gs.Variable(tensor.name)) if tensor.name else gs.Variable.empty()
 
     inputs = [copy(t) for t in function.inputs]
-    nodes = [
-        gs.Node(
-            op=n.op,
-            name=n.name,
-            attrs=dict(n.attrs),
-            inputs=[copy(t) for t in n.inputs],
-            outputs=[copy(t) for t in n.outputs],
-            domain=n.domain,
-        )
-        for n in function.nodes
-    ]
+    nodes = copy_nodes(function.nodes, copy)
     graph = gs.Graph(nodes=nodes, inputs=inputs, outputs=[copy(t) for t in function.outputs], opset=function.opset)
     _restore(graph, bodies)
     return graph

@@ -5,7 +5,7 @@ A *tensor* is a ``gs.Variable`` or a ``gs.Constant``. Shapes are read with :func
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -229,6 +229,21 @@ class GraphEditor:
         source.outputs = [old if t is new else t for t in source.outputs]
         for user in consumers(new):
             user.inputs = [old if t is new else t for t in user.inputs]
+
+
+def copy_nodes(nodes: Iterable[gs.Node], copy: Callable[[Tensor], Tensor]) -> list[gs.Node]:
+    """The same nodes over other tensors: ``copy`` gives the one that stands for a tensor."""
+    return [
+        gs.Node(
+            op=n.op,
+            name=n.name,
+            attrs=dict(n.attrs),
+            inputs=[copy(t) for t in n.inputs],
+            outputs=[copy(t) for t in n.outputs],
+            domain=n.domain,
+        )
+        for n in nodes
+    ]
 
 
 def remove_nodes(graph: gs.Graph, nodes: Iterable[gs.Node]) -> None:

@@ -24,6 +24,7 @@ from coda_edge.ir import (
     GraphEditor,
     Tensor,
     consumers,
+    copy_nodes,
     in_order,
     is_output,
     producer,
@@ -143,17 +144,7 @@ def _body(group: list[gs.Node], inputs: list[Tensor], outputs: list[Tensor]) -> 
             )
         return copies[id(t)]
 
-    nodes = [
-        gs.Node(
-            op=n.op,
-            name=n.name,
-            attrs=dict(n.attrs),
-            inputs=[copy(t) for t in n.inputs],
-            outputs=[copy(t) for t in n.outputs],
-            domain=n.domain,
-        )
-        for n in group
-    ]
+    nodes = copy_nodes(group, copy)
     return gs.Graph(nodes=nodes, inputs=[copy(t) for t in inputs], outputs=[copy(t) for t in outputs])
 
 
