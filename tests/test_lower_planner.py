@@ -52,6 +52,28 @@ def test_a_view_of_an_input_or_of_another_output_is_copied() -> None:
         assert_same(found[name], expected[name])
 
 
+def test_a_returned_view_of_an_input_may_be_read() -> None:
+    nodes = [
+        node("Reshape", ["x", "s"], ["v"]),
+        node("Transpose", ["v"], ["t"], perm=[0, 1, 3, 2]),
+        node("Exp", ["t"], ["y"]),
+    ]
+    proto = model(nodes, X, ["v", "y"], {"s": np.array([0, 0, 4, 3])})
+    x = np.random.default_rng(0).standard_normal((2, 5, 12)).astype(np.float32)
+    found, expected = compile_model(proto).run({"x": x}), reference(proto, {"x": x})
+    for name in expected:
+        assert_same(found[name], expected[name])
+
+
+def test_a_returned_view_of_an_output_may_be_read() -> None:
+    nodes = [node("Tanh", ["x"], ["a"]), node("Reshape", ["a", "s"], ["v"]), node("Exp", ["v"], ["y"])]
+    proto = model(nodes, X, ["a", "v", "y"], {"s": np.array([0, 0, 4, 3])})
+    x = np.random.default_rng(0).standard_normal((2, 5, 12)).astype(np.float32)
+    found, expected = compile_model(proto).run({"x": x}), reference(proto, {"x": x})
+    for name in expected:
+        assert_same(found[name], expected[name])
+
+
 def test_an_output_that_later_steps_read() -> None:
     nodes = [node("Tanh", ["x"], ["a"]), node("Exp", ["a"], ["b"]), node("Neg", ["b"], ["y"])]
     compiled = compile_model(model(nodes, X, ["a", "y"]))

@@ -76,19 +76,16 @@ def lower(graph: gs.Graph, target: Target, constraints: Sequence[Assumed] = ()) 
     assumed.add(SymbolicInfo(constraints=list(constraints)))
     assumed.add(info)
     context = Context(target, info.values)
-    stored = _stored(graph)
-    calls, roots = _calls(graph, stored, context)
-    return _Planner(graph, stored, roots).plan(calls, assumed.known_by(graph))
+    calls, roots, stored = _calls(graph, context)
+    return _Planner(graph, roots, stored).plan(calls, assumed.known_by(graph))
 
 
-def _stored(graph: gs.Graph) -> list[str]:
-    """The name of each output's buffer: its own, and a fresh one for an input that is returned as it is."""
-    names, inputs = ir.Names(graph), {t.name for t in graph.inputs}
-    return [names.fresh(t.name) if t.name in inputs else t.name for t in graph.outputs]
+def _calls(graph: gs.Graph, context: Context) -> tuple[list[KernelCall], dict[str, str], dict[str, Tensor]]:
+    """The kernel calls in order; for each tensor without a buffer of its own the tensor whose buffer it shares; the outputs.
 
-
-def _calls(graph: gs.Graph, stored: Sequence[str], context: Context) -> tuple[list[KernelCall], dict[str, str]]:
-    """The kernel calls in order, and for each tensor without a buffer of its own the tensor whose buffer it shares."""
+    An output that no step makes as it is (a view of an input or of another output, an input, known values) is copied at the end, and
+    until then is read where it comes from: its buffer has a name of its own. The outputs are given by the names of their buffers.
+    """
     roots: dict[str, str] = {}
     calls: list[KernelCall] = []
     outputs = {t.name for t in graph.outputs}
@@ -103,17 +100,20 @@ def _calls(graph: gs.Graph, stored: Sequence[str], context: Context) -> tuple[li
             continue
         calls.extend(_lower_node(node, context))
     taken: set[str] = {t.name for t in graph.inputs}
-    for out, buffer in zip(graph.outputs, stored, strict=True):
+    names, stored = ir.Names(graph), dict[str, Tensor]()
+    for out in graph.outputs:
         root = roots.get(out.name, out.name)
+        buffer = out.name
         computed = out.inputs and not inlined(out, context)
         if computed and root not in taken and (root == out.name or root not in outputs):
             roots[root] = out.name
             roots.update({name: out.name for name, r in roots.items() if r == root})
             taken.update((root, out.name))
         else:
+            buffer = names.fresh(out.name)
             calls.append(lower_copy(_renamed(out, root), buffer, context))
-            roots.pop(out.name, None)
-    return calls, {name: root for name, root in roots.items() if name != root}
+        stored[buffer] = out
+    return calls, {name: root for name, root in roots.items() if name != root}, stored
 
 
 def _renamed(tensor: Tensor, name: str) -> Tensor:
@@ -183,11 +183,10 @@ class _Constants:
 class _Planner:
     """Numbers for everything that kernel calls name."""
 
-    def __init__(self, graph: gs.Graph, stored: Sequence[str], roots: Mapping[str, str]) -> None:
+    def __init__(self, graph: gs.Graph, roots: Mapping[str, str], stored: Mapping[str, Tensor]) -> None:
         self._graph = graph
         self._roots = roots
-        outputs = dict(zip(stored, graph.outputs, strict=True))
-        self._tensors: dict[str, Tensor] = {**graph.tensors(), **outputs}
+        self._tensors: dict[str, Tensor] = {**graph.tensors(), **stored}
         self._io = {name: (BufferKind.OUTPUT, i) for i, name in enumerate(stored)}
         self._io |= {t.name: (BufferKind.INPUT, i) for i, t in enumerate(graph.inputs)}
         self._constants = _Constants()
@@ -270,7 +269,7 @@ class _Planner:
         return product(ir.shape(tensor)) * int(np.dtype(tensor.dtype).itemsize)
 
     def _buffer(self, operand: str | Packed | Workspace, step: int) -> int:
-        if isinstance(operand, str) and isinstance(self._tensors.get(operand), gs.Constant):
+        if isinstance(operand, str) and operand not in self._io and isinstance(self._tensors.get(operand), gs.Constant):
             operand = Packed(operand, np.asarray(self._tensors[operand].values))
         if isinstance(operand, Packed):
             offset = self._constants.add(operand.data)
