@@ -3,12 +3,13 @@
 Rule: for a tensor x with m = ReduceMean(x, last axis), d = x - m (or m - x) and v = ReduceMean(d·d or d^2, last axis):
 m, v = RowMoments(x).
 
-Conditions: both means keep the reduced axis. The variance is the biased one of LayerNormalization (ONNX, opset 17).
+Conditions: x is floating point (a mean of integers is rounded); both means keep the reduced axis. The variance is the biased one of LayerNormalization (ONNX, opset 17).
 Refused: a mean of squares without the mean taken off (RMSNorm): that is a plain row reduction, which an epilogue does.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from coda_edge.ir import (
@@ -56,7 +57,7 @@ def run(graph: gs.Graph, log: PassLog) -> int:
 
 def _variance(node: gs.Node) -> tuple[Tensor, gs.Node] | None:
     """x and the node of its mean, if ``node`` computes x's variance."""
-    if not reduces_rows(node, "ReduceMean"):
+    if not reduces_rows(node, "ReduceMean") or np.dtype(node.outputs[0].dtype).kind in "iu":
         return None
     deviation = _squared(node.inputs[0])
     source = made_by(deviation, "Sub") if deviation is not None else None

@@ -61,3 +61,14 @@ def test_other_reductions_are_left_alone(name: str, body: str) -> None:
     done = rewrite(m, [row_moments.PASS])
     assert done.ops()["RowMoments"] == 0
     assert done.error({"x": normal(5, 8)}) == 0.0
+
+
+def test_means_of_integers_stay() -> None:
+    m = model(
+        """g (int32[B, 12] x) => (int32[B, 1] y) {
+            m = ReduceMean(x, last) d = Sub(x, m) s = Mul(d, d) y = ReduceMean(s, last) }""",
+        {"last": np.array([-1])},
+    )
+    done = rewrite(m, [row_moments.PASS])
+    assert "RowMoments" not in done.ops()
+    assert done.error({"x": np.arange(36, dtype=np.int32).reshape(3, 12)}) == 0.0
