@@ -8,6 +8,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "coda.h"
@@ -107,16 +108,22 @@ public:
   Session(const Session &) = delete;
   Session &operator=(const Session &) = delete;
 
-  // Waits for a run in another thread.
+  // Waits for a run in another thread. Whoever holds the GIL sees the session whole or closed.
   void close() {
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> lock(mutex_);
-    coda_session_free(session_);
-    coda_model_free(model_);
-    std::free(memory_);
-    session_ = nullptr;
-    model_ = nullptr;
-    memory_ = nullptr;
+    coda_session *session;
+    coda_model *model;
+    void *memory;
+    {
+      nb::gil_scoped_acquire acquire; // no thread waits for the mutex with the GIL
+      session = std::exchange(session_, nullptr);
+      model = std::exchange(model_, nullptr);
+      memory = std::exchange(memory_, nullptr);
+    }
+    coda_session_free(session);
+    coda_model_free(model);
+    std::free(memory);
   }
 
   nb::list tensors(bool outputs) {
