@@ -48,7 +48,7 @@ def test_registry() -> None:
 
 
 def test_unknown_target_lists_the_known() -> None:
-    with pytest.raises(TargetError, match=r"unknown target 'pentium': choose one of native, x86-64-v2"):
+    with pytest.raises(TargetError, match=r"unknown target 'pentium': choose one of native, .*x86-64-v2"):
         targets.get("pentium")
 
 

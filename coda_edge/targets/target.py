@@ -1,7 +1,7 @@
 """What a target is, and the registry of targets.
 
-A target is found through the entry point group ``coda_edge.targets``: each entry is a module with a tuple ``TARGETS``, best
-last. The name ``native`` is the last one, of all modules, that this machine's CPU can run.
+A target is found in a module beside this one, or through the entry point group ``coda_edge.targets``: each is a module with a tuple
+``TARGETS``, best last. The name ``native`` is the last one, of all modules, that this machine's CPU can run.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
 from ..errors import TargetError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 GROUP = "coda_edge.targets"
 NATIVE = "native"
-_BUILT_IN = tuple(f"coda_edge.targets.{module}" for module in ("x86_64", "arm64", "arm32", "riscv64", "cuda"))
+_PACKAGE = __name__.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ def cpu_features() -> tuple[str, ...]:
 
 def targets() -> dict[str, Target]:
     """Every registered target by name, built-in ones first."""
-    modules = [*_BUILT_IN, *(e.value for e in entry_points(group=GROUP) if e.value not in _BUILT_IN)]
-    return {target.name: target for module in modules for target in import_module(module).TARGETS}
+    built_in = [f"{_PACKAGE}.{m.name}" for m in iter_modules(import_module(_PACKAGE).__path__)]
+    modules = [*built_in, *(e.value for e in entry_points(group=GROUP) if e.value not in built_in)]
+    return {target.name: target for module in modules for target in getattr(import_module(module), "TARGETS", ())}
 
 
 def names() -> tuple[str, ...]:
