@@ -50,7 +50,8 @@ def _generate(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object]) -> t
         for name in ("__truncsfhf2", "__extendhfsf2"):
             text = text.replace(f"@{name}(", f"@tvm{name}(")
     # LLVM makes calls of the C library of loops that fill or copy; kernels bring their own.
-    text += "".join(code for name, code in _MEMORY.items() if f"@llvm.{name}." in text)
+    memory = "".join(code for name, code in _MEMORY.items() if f"@llvm.{name}." in text)
+    text += memory.replace("i64", "i32") if _NARROW in text else memory
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernels.ll")
         source.write_text(text, encoding="utf-8")
@@ -129,6 +130,8 @@ done:
   ret ptr %to
 }
 """
+_NARROW = "-p:32:32"
+"""In LLVM's data layout of machines whose sizes have 32 bits."""
 # Buffers of a kernel do not overlap, so that a loop never becomes a memmove of overlapping ranges.
 _MEMORY = {"memset": _FILL, "memcpy": _COPY.replace("NAME", "memcpy"), "memmove": _COPY.replace("NAME", "memmove")}
 
