@@ -9,7 +9,18 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from .. import ir
-from . import contrib, convolution, decompose_attention, einsum, pooling, quantization, simplify, transposes
+from . import (
+    columns,
+    contrib,
+    convolution,
+    decompose_attention,
+    einsum,
+    factors,
+    pooling,
+    quantization,
+    simplify,
+    transposes,
+)
 from . import decompose as decompose_basic
 from .branches import inline_branches
 from .builder import decompose
@@ -34,6 +45,8 @@ _TABLES = (
     quantization,
     pooling,
     einsum,
+    columns,
+    factors,
 )
 
 # Each round undoes at least one layer of composition; exporters nest a handful.
