@@ -220,3 +220,8 @@ def test_empty_tensors() -> None:
         3,
         4,
     )
+
+
+def test_an_axis_that_is_0_in_every_run() -> None:
+    proto = Case("Transpose", {"x": (F, ("B", 0, 4))}, attributes={"perm": [2, 1, 0]}).model()
+    assert compile_model(proto).run({"x": np.empty((3, 0, 4), np.float32)})["out"].shape == (4, 0, 3)

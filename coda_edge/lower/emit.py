@@ -228,6 +228,9 @@ class Emitter:
 
         Raises ``Granule`` or ``ScalarLanes`` when they would have to be computed for each lane.
         """
+        if as_int(divisor) == 0:
+            # A tensor with an axis of 0 has no element: this is compiled, never computed.
+            return index, index * 0
         quotient = self._analyzer.simplify(tirx.floordiv(index, divisor))
         remainder = self._analyzer.simplify(tirx.floormod(index, divisor))
         if self.varies(quotient) and self._width > 1:
