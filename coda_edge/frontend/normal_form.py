@@ -19,6 +19,7 @@ from . import (
     pooling,
     quantization,
     simplify,
+    softmax,
     transposes,
 )
 from . import decompose as decompose_basic
@@ -47,6 +48,7 @@ _TABLES = (
     einsum,
     columns,
     factors,
+    softmax,
 )
 
 # Each round undoes at least one layer of composition; exporters nest a handful.
