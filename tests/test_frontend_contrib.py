@@ -41,6 +41,18 @@ CASES: dict[str, tuple[str, list[Any], dict[str, Any], list[str]]] = {
     ),
     "FusedMatMul": ("FusedMatMul", [X, _normal(2, 5, 8, seed=1)], {"transB": 1, "alpha": 0.3}, ["y"]),
     "FusedMatMul transposed": ("FusedMatMul", [X, _normal(2, 5, 3, seed=1)], {"transA": 1}, ["y"]),
+    "FusedGemm": (
+        "FusedGemm",
+        [X[0], _normal(3, 8, seed=1), COLUMN[0][:3]],
+        {"transB": 1, "alpha": 0.5, "activation": "Tanh"},
+        ["y"],
+    ),
+    "FusedGemm transposed": (
+        "FusedGemm",
+        [X[0], _normal(5, 3, seed=1)],
+        {"transA": 1, "activation": "LeakyRelu", "activation_alpha": 0.3},
+        ["y"],
+    ),
     "SimplifiedLayerNormalization": ("SimplifiedLayerNormalization", [X, COLUMN[0]], {"axis": -1}, ["y"]),
 }
 
@@ -55,7 +67,7 @@ def test_equal_to_onnxruntime(case: str) -> None:
         [node],
         "g",
         [helper.make_tensor_value_info("x0", onnx.TensorProto.FLOAT, ["B", *arrays[0].shape[1:]])],
-        [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [None] * 3) for n in outputs if n],
+        [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [None] * arrays[0].ndim) for n in outputs if n],
         [numpy_helper.from_array(a, n) for a, n in zip(arrays[1:], names[1:], strict=True)],
     )
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]

@@ -36,6 +36,12 @@ def _fused_matmul(call: Call) -> list[Type]:
     return [(call.dtype(), matmul(call, a, b))]
 
 
+@shape_rule("FusedGemm", domain=_MICROSOFT)
+def _fused_gemm(call: Call) -> list[Type]:
+    rows = call.shape(0)[1 if call.attr("transA", 0) else 0]
+    return [(call.dtype(), (rows, call.shape(1)[0 if call.attr("transB", 0) else 1]))]
+
+
 @decomposition("Gelu", domain=_MICROSOFT)
 def _gelu(b: Builder) -> ir.Tensor:
     return gelu(b, b.node.inputs[0], tanh=False)
@@ -91,3 +97,11 @@ def _fused_matmul_in_parts(b: Builder) -> ir.Tensor | None:
 
 def _swapped(b: Builder, x: ir.Tensor, rank: int) -> ir.Tensor:
     return b("Transpose", x, perm=[*range(rank - 2), rank - 1, rank - 2])
+
+
+@decomposition("FusedGemm", domain=_MICROSOFT)
+def _fused_gemm_in_parts(b: Builder) -> ir.Tensor:
+    attrs = dict(b.node.attrs)
+    activation = str(attrs.pop("activation"))
+    own = {n.removeprefix("activation_"): attrs.pop(n) for n in list(attrs) if n.startswith("activation_")}
+    return b(activation, b("Gemm", *b.node.inputs, **attrs), **own)
