@@ -170,6 +170,9 @@ void coda_pool_free(coda_pool *pool, const coda_allocator *allocator) {
 void coda_pool_wake(coda_pool *pool) {
   if (pool->started == 0 || atomic_load(&pool->sleeping) == 0)
     return;
+  /* In a forked child the mutex may be held for ever by a worker that the child does not have. */
+  if (pool->process != getpid())
+    return;
   pthread_mutex_lock(&pool->mutex);
   pool->wakes++;
   pthread_cond_broadcast(&pool->condition);
