@@ -111,7 +111,7 @@ def optimize(
         account(loaded, graph, log, lowered, sizes),
         target=chosen.name,
         max_rel_error=error,
-        notes=verifier.notes() if verifier is not None else (),
+        notes=verifier.notes() if verifier is not None and error is not None else (),
         seconds=time.perf_counter() - start,
     )
     return Optimized(bundle, exported, report)

@@ -48,12 +48,7 @@ def lower_gemm(
     entries share. Raises ShapeError if they do not fit.
     """
     k, n = weight.shape
-    program.check(n)
-    if len(operands) != len(program.params) - 1 or len(outputs) != len(program.outputs):
-        raise ShapeError(
-            f"GEMM '{name}': the epilogue has {len(program.params) - 1} operands and {len(program.outputs)} outputs; "
-            f"{len(operands)} and {len(outputs)} were given"
-        )
+    check_call(name, program, n, operands, outputs)
     if program.batched and rows_per_batch is None:
         raise ShapeError(
             f"GEMM '{name}': an output laid out in heads, or an operand shared by rows, needs the number of rows of a batch entry"
@@ -79,6 +74,18 @@ def lower_gemm(
         bytes=simplify(_traffic(shape, rows, rows_per_batch)),
         source=source,
     )
+
+
+def check_call(
+    name: str, program: EpilogueProgram, n: int, operands: Sequence[Operand], outputs: Sequence[str]
+) -> None:
+    """Raises ShapeError unless ``program`` suits ``n`` columns and has as many operands and outputs as are given."""
+    program.check(n)
+    if len(operands) != len(program.params) - 1 or len(outputs) != len(program.outputs):
+        raise ShapeError(
+            f"GEMM '{name}': the epilogue has {len(program.params) - 1} operands and {len(program.outputs)} outputs; "
+            f"{len(operands)} and {len(outputs)} were given"
+        )
 
 
 def pack(shape: GemmShape, weight: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 import sympy
@@ -19,6 +19,7 @@ from ...epilogue.tir import depth
 from ...errors import ShapeError
 from ...schedule.cuda_gemm import CudaGemmSchedule, choose_cuda_gemm, pack_weight
 from ...symbolic import Dim, simplify
+from ..gemm import Operand, check_call
 from ..kernel import KernelCall, Packed, Workspace
 from .device import CudaKernel, Launch
 from .gemm_tile import MERGE_THREADS, CudaGemmShape, GemmKernel
@@ -26,7 +27,6 @@ from .gemm_tile import MERGE_THREADS, CudaGemmShape, GemmKernel
 if TYPE_CHECKING:
     from ...targets.cuda import CudaTarget
 
-Operand: TypeAlias = "str | Packed"
 _ROWS_HINT = 128
 
 
@@ -49,12 +49,7 @@ def lower_cuda_gemm(
     for ``rows`` (128 if they are symbolic), and right at any number of rows. Raises ShapeError if operands do not fit.
     """
     k, n = weight.shape
-    program.check(n)
-    if len(operands) != len(program.params) - 1 or len(outputs) != len(program.outputs):
-        raise ShapeError(
-            f"GEMM '{name}': the epilogue has {len(program.params) - 1} operands and {len(program.outputs)} outputs; "
-            f"{len(operands)} and {len(outputs)} were given"
-        )
+    check_call(name, program, n, operands, outputs)
     shared = next((p for p in program.params if p.rows is not Rows.ALL or p.period is not None), None)
     halves = next((o for o in program.outputs if o.halves), None)
     if shared is not None or halves is not None:
