@@ -3,12 +3,14 @@
 #
 #   cmake -S . -B build/arm64 -DCMAKE_TOOLCHAIN_FILE=runtime/cross.cmake -DCODA_TRIPLE=aarch64-linux-gnu.2.28
 #
+# CODA_PYTHON: the Python that has ziglang; the first `python` or `python3` on the PATH unless given.
 # CODA_TRIPLE: machine-system-libc, with the oldest glibc that is to run it; musl programs are linked statically.
 
 if(NOT CODA_TRIPLE)
   message(FATAL_ERROR "CODA_TRIPLE is not set: give the machine to build for, such as aarch64-linux-gnu.2.28")
 endif()
-set(CMAKE_TRY_COMPILE_PLATFORM_VARIABLES CODA_TRIPLE)
+# CMake reads this file again in each try_compile project, which sees of the cache only what is listed here.
+set(CMAKE_TRY_COMPILE_PLATFORM_VARIABLES CODA_TRIPLE CODA_PYTHON)
 
 find_program(CODA_PYTHON NAMES python python3)
 execute_process(
