@@ -7,16 +7,17 @@ grouped-query attention (4 heads on 2), SwiGLU and an output matrix that is the 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
-from .recipe import Recipe, atomically, cache
+from .recipe import Feeds, Recipe, Run, atomically, cache
+from .writer import Writer
 
 RECIPE = Recipe(
     package="glassllm",
@@ -34,9 +35,6 @@ CONTINUATION = (
     *(4, 75, 78, 70, 57, 67, 124, 13, 4, 4, 185, 434, 160, 94, 274, 135, 100, 110, 372, 97),
     *(92, 561, 11, 120, 97, 92, 561, 11, 120, 97, 4, 58, 117, 943, 511, 160, 97, 112, 242, 75),
 )
-
-Feeds = dict[str, npt.NDArray[Any]]
-Run = Callable[[Sequence[str] | None, Mapping[str, npt.NDArray[Any]]], Sequence[npt.NDArray[Any]]]
 
 
 def path() -> Path:
@@ -71,8 +69,8 @@ def build(config: dict[str, Any], weights: dict[str, npt.NDArray[np.float32]]) -
 
     ``config`` has ``vocab_size, d_model, n_layers, n_heads, n_kv_heads, max_len, rope_base, eps``.
     """
-    writer = _Writer(config, weights)
-    logits, present = writer.model()
+    writer = _Decoder(config, weights)
+    logits, present = writer.logits()
     size, kv = config["d_model"] // config["n_heads"], config["n_kv_heads"]
     layers = range(config["n_layers"])
     names = [f"{kind}_{i}" for i in layers for kind in ("keys", "values")]
@@ -81,78 +79,36 @@ def build(config: dict[str, Any], weights: dict[str, npt.NDArray[np.float32]]) -
         dims = ["batch", kv, length, size]
         return [helper.make_tensor_value_info(f"{prefix}_{n}", TensorProto.FLOAT, dims) for n in names]
 
-    for name, tensor in zip(names, present, strict=True):
-        writer.node("Identity", [tensor], f"present_{name}")
-    writer.node("Identity", [logits], "logits")
-    graph = helper.make_graph(
-        writer.nodes,
-        "glassllm",
-        [
-            helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "sequence"]),
-            *caches("past", "past"),
-        ],
-        [
-            helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "sequence", config["vocab_size"]]),
-            *caches("present", "total"),
-        ],
-        writer.initializers,
-    )
-    model = helper.make_model(
-        graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8, producer_name="models.glassllm"
-    )
-    onnx.checker.check_model(model, full_check=True)
-    return model
+    ids = helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "sequence"])
+    scores = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "sequence", config["vocab_size"]])
+    outputs = {logits: scores, **dict(zip(present, caches("present", "total"), strict=True))}
+    return writer.model("glassllm", [ids, *caches("past", "past")], outputs)
 
 
-class _Writer:
-    """Grows the graph one operator at a time; methods return the name of the tensor they made."""
+class _Decoder(Writer):
+    @property
+    def size(self) -> int:
+        """Columns of a head."""
+        return int(self.config["d_model"] // self.config["n_heads"])
 
-    def __init__(self, config: dict[str, Any], weights: dict[str, npt.NDArray[np.float32]]) -> None:
-        self.config = config
-        self.weights = weights
-        self.nodes: list[onnx.NodeProto] = []
-        self.initializers: list[onnx.TensorProto] = []
-        self._known: set[str] = set()
-        self.size: int = config["d_model"] // config["n_heads"]
-
-    def node(self, op: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
-        self.nodes.append(helper.make_node(op, list(inputs), [output], name=output, **attributes))
-        return output
-
-    def constant(self, name: str, value: npt.NDArray[Any]) -> str:
-        if name not in self._known:
-            self._known.add(name)
-            self.initializers.append(numpy_helper.from_array(np.ascontiguousarray(value), name))
-        return name
-
-    def ints(self, *values: int) -> str:
-        return self.constant("ints_" + "_".join(map(str, values)), np.array(values, np.int64))
-
-    def number(self, name: str, value: float) -> str:
-        return self.constant(name, np.array(value, np.float32))
-
-    def model(self) -> tuple[str, list[str]]:
+    def logits(self) -> tuple[str, list[str]]:
         """The logits, and the keys and values of each layer in turn."""
         table = self.constant("E", self.weights["E"])
         x = self.node("Gather", [table, "input_ids"], "embedded")
-        past = self._length("past_keys_0", 2, "past_length")
-        new = self._length("input_ids", 1, "new_length")
+        past = self.length("past_keys_0", 2, "past_length")
+        new = self.length("input_ids", 1, "new_length")
         total = self.node("Add", [past, new], "total_length")
         cos, sin = (self._angles(which, past, total) for which in (np.cos, np.sin))
         mask = self._future(past, new, total)
         present: list[str] = []
         for i in range(self.config["n_layers"]):
             block = f"blocks.{i}"
-            attended, cached = self.attention(f"{block}.attn", i, self.norm(f"{block}.norm1", x), cos, sin, mask)
+            attended, cached = self.attended(f"{block}.attn", i, self.norm(f"{block}.norm1", x), cos, sin, mask)
             present += cached
             x = self.node("Add", [x, attended], f"{block}.residual1")
             x = self.node("Add", [x, self.swiglu(f"{block}.ffn", self.norm(f"{block}.norm2", x))], f"{block}.residual2")
         head = self.constant("E_t", self.weights["E"].T)
         return self.node("MatMul", [self.norm("norm_f", x), head], "logits.product"), present
-
-    def _length(self, tensor: str, axis: int, name: str) -> str:
-        shape = self.node("Shape", [tensor], f"{name}.shape")
-        return self.node("Slice", [shape, self.ints(axis), self.ints(axis + 1)], name)
 
     def _angles(self, which: np.ufunc, past: str, total: str) -> str:
         """Cosines or sines of the new positions: ``[sequence, size/2]``."""
@@ -186,31 +142,19 @@ class _Writer:
     def linear(self, name: str, x: str) -> str:
         return self.node("MatMul", [x, self.constant(name, self.weights[name])], f"{name}.out")
 
-    def attention(self, prefix: str, layer: int, x: str, cos: str, sin: str, mask: str) -> tuple[str, list[str]]:
+    def attended(self, prefix: str, layer: int, x: str, cos: str, sin: str, mask: str) -> tuple[str, list[str]]:
         heads, kv = self.config["n_heads"], self.config["n_kv_heads"]
-        q = self.rotated(f"{prefix}.q", self.split(f"{prefix}.W_Q", x, heads), cos, sin)
-        k = self.rotated(f"{prefix}.k", self.split(f"{prefix}.W_K", x, kv), cos, sin)
-        v = self.split(f"{prefix}.W_V", x, kv)
-        k = self.node("Concat", [f"past_keys_{layer}", k], f"{prefix}.keys", axis=2)
-        v = self.node("Concat", [f"past_values_{layer}", v], f"{prefix}.values", axis=2)
-        turned = self.node("Transpose", [self.repeated(k, heads // kv)], f"{prefix}.turned", perm=[0, 1, 3, 2])
-        scores = self.node("MatMul", [q, turned], f"{prefix}.scores")
-        scaled = self.node("Div", [scores, self.number("root", float(np.sqrt(self.size)))], f"{prefix}.scaled")
-        masked = self.node("Add", [scaled, mask], f"{prefix}.masked")
-        shares = self.node("Softmax", [masked], f"{prefix}.shares", axis=-1)
-        mixed = self.node("MatMul", [shares, self.repeated(v, heads // kv)], f"{prefix}.mixed")
-        merged = self.node("Transpose", [mixed], f"{prefix}.merged", perm=[0, 2, 1, 3])
-        flat = self.node("Reshape", [merged, self.ints(0, 0, heads * self.size)], f"{prefix}.flat")
+        q = self.rotated(f"{prefix}.q", self.projected(f"{prefix}.W_Q", x, heads), cos, sin)
+        k = self.rotated(f"{prefix}.k", self.projected(f"{prefix}.W_K", x, kv), cos, sin)
+        v = self.projected(f"{prefix}.W_V", x, kv)
+        k = self.node("Concat", [f"past_keys_{layer}", k], f"{prefix}.all_keys", axis=2)
+        v = self.node("Concat", [f"past_values_{layer}", v], f"{prefix}.all_values", axis=2)
+        k_all, v_all = (self.repeated(t, heads // kv) for t in (k, v))
+        flat = self.attention(prefix, q, k_all, v_all, mask, self.size, heads * self.size)
         return self.linear(f"{prefix}.W_O", flat), [k, v]
 
-    def split(self, name: str, x: str, heads: int) -> str:
-        target = self.ints(0, 0, heads, self.size)
-        return self.node(
-            "Transpose",
-            [self.node("Reshape", [self.linear(name, x), target], f"{name}.split")],
-            f"{name}.heads",
-            perm=[0, 2, 1, 3],
-        )
+    def projected(self, name: str, x: str, heads: int) -> str:
+        return self.heads(name, self.linear(name, x), heads, self.size)
 
     def rotated(self, prefix: str, x: str, cos: str, sin: str) -> str:
         """Adjacent pairs ``(a, b)`` of each head as ``(a·cos − b·sin, a·sin + b·cos)``."""

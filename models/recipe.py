@@ -13,12 +13,19 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
 
 from coda_edge.errors import CodaError
+
+Feeds = dict[str, npt.NDArray[Any]]
+#: Runs a model: the names of outputs, None for all, and what to feed; onnxruntime's and our sessions' ``run`` alike.
+Run = Callable[[Sequence[str] | None, Mapping[str, npt.NDArray[Any]]], Sequence[npt.NDArray[Any]]]
 
 
 class FetchError(CodaError):
