@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -41,6 +42,15 @@ class Builder:
         base = f"{self.node.outputs[0].name}.const"
         value = np.asarray(operand, self.dtype) if np.ndim(operand) == 0 else np.asarray(operand, np.int64)
         return self.editor.constant(base, value)
+
+    @contextmanager
+    def numbers(self, dtype: Any) -> Iterator[None]:
+        """Within this, numbers become constants of ``dtype``."""
+        outer, self.dtype = self.dtype, np.dtype(dtype)
+        try:
+            yield
+        finally:
+            self.dtype = outer
 
     def input(self, index: int) -> ir.Tensor | None:
         """An input of the node, None if it is not given."""

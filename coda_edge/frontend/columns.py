@@ -40,7 +40,7 @@ def _before_the_split(b: Builder) -> ir.Tensor | None:
         return None
     own = value.reshape(value.shape[max(value.ndim - len(split), 0) :])
     sizes = [d for d in split if isinstance(d, int)]
-    if any(d not in (1, size) for d, size in zip(own.shape[::-1], sizes[::-1], strict=False)):
+    if any(own.shape[-i] not in (1, sizes[-i]) for i in range(1, own.ndim + 1)):
         return None  # r is what broadcasts
     column = b.editor.constant(
         f"{others[0].name}.column", np.ascontiguousarray(np.broadcast_to(own, sizes)).reshape(-1)

@@ -1,107 +1,19 @@
-"""Operators that onnxruntime's own optimiser writes, in domain ``com.microsoft``.
+"""Operators that onnxruntime's own optimiser and tools write, in domain ``com.microsoft``, in the basic operators of ONNX.
 
-Source: onnxruntime's ContribOperators documentation. Those that fuse whole attentions are not here.
+| module | operators |
+|---|---|
+| ``contrib_basic`` | GELUs, norms, FusedMatMul, FusedGemm |
+| ``contrib_embedding`` | EmbedLayerNormalization |
+| ``contrib_attention`` | Attention, MultiHeadAttention, DecoderMaskedMultiHeadAttention |
+| ``contrib_grouped`` | GroupQueryAttention |
+| ``contrib_rotary`` | RotaryEmbedding |
+
+Source: onnxruntime's ContribOperators documentation.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from . import contrib_attention, contrib_basic, contrib_embedding, contrib_grouped, contrib_rotary
 
-from .. import ir
-from .builder import Builder, decomposition
-from .decompose import divide_by_rms, gelu, scale_shift, standardize, swish
-from .shape_rules import matmul
-from .shapes import Call, Type, shape_rule
-
-_MICROSOFT = "com.microsoft"
-
-
-@shape_rule("Gelu", "FastGelu", "BiasGelu", "QuickGelu", "SimplifiedLayerNormalization", domain=_MICROSOFT)
-def _like_first(call: Call) -> list[Type]:
-    return [(call.dtype(), call.shape())]
-
-
-@shape_rule("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", domain=_MICROSOFT)
-def _skip_norm(call: Call) -> list[Type]:
-    dims = call.shape()
-    row: Type = (np.dtype(np.float32), (*dims[:-1], 1))
-    return [(call.dtype(), dims), row, row, (call.dtype(), dims)][: len(call.node.outputs)]
-
-
-@shape_rule("FusedMatMul", domain=_MICROSOFT)
-def _fused_matmul(call: Call) -> list[Type]:
-    a, b = call.shape(0), call.shape(1)
-    a = (*a[:-2], a[-1], a[-2]) if call.attr("transA", 0) else a
-    b = (*b[:-2], b[-1], b[-2]) if call.attr("transB", 0) else b
-    return [(call.dtype(), matmul(call, a, b))]
-
-
-@shape_rule("FusedGemm", domain=_MICROSOFT)
-def _fused_gemm(call: Call) -> list[Type]:
-    rows = call.shape(0)[1 if call.attr("transA", 0) else 0]
-    return [(call.dtype(), (rows, call.shape(1)[0 if call.attr("transB", 0) else 1]))]
-
-
-@decomposition("Gelu", domain=_MICROSOFT)
-def _gelu(b: Builder) -> ir.Tensor:
-    return gelu(b, b.node.inputs[0], tanh=False)
-
-
-@decomposition("BiasGelu", domain=_MICROSOFT)
-def _bias_gelu(b: Builder) -> ir.Tensor:
-    return gelu(b, b("Add", *b.node.inputs), tanh=False)
-
-
-@decomposition("FastGelu", domain=_MICROSOFT)
-def _fast_gelu(b: Builder) -> ir.Tensor:
-    return gelu(b, scale_shift(b, b.node.inputs[0], None, b.input(1)), tanh=True)
-
-
-@decomposition("QuickGelu", domain=_MICROSOFT)
-def _quick_gelu(b: Builder) -> ir.Tensor:
-    return swish(b, b.node.inputs[0], b.attr("alpha", 1.702))
-
-
-@decomposition("SimplifiedLayerNormalization", domain=_MICROSOFT)
-def _simplified_layer_norm(b: Builder) -> ir.Tensor:
-    y = divide_by_rms(b, b.node.inputs[0], [b.rank() - 1], b.attr("epsilon", 1e-5))
-    return scale_shift(b, y, b.input(1), None)
-
-
-@decomposition("SkipLayerNormalization", domain=_MICROSOFT)
-def _skip_layer_norm(b: Builder) -> list[ir.Tensor]:
-    total = scale_shift(b, b("Add", b.node.inputs[0], b.node.inputs[1]), None, b.input(4))
-    y, mean, deviation = standardize(b, total, [b.rank() - 1], b.attr("epsilon", 1e-5))
-    return [scale_shift(b, y, b.input(2), b.input(3)), mean, deviation, total]
-
-
-@decomposition("SkipSimplifiedLayerNormalization", domain=_MICROSOFT)
-def _skip_simplified_layer_norm(b: Builder) -> list[ir.Tensor] | None:
-    if any(t.name and (t.outputs or ir.is_output(b.editor.graph, t)) for t in b.node.outputs[1:3]):
-        return None
-    total = scale_shift(b, b("Add", b.node.inputs[0], b.node.inputs[1]), None, b.input(3))
-    y = scale_shift(b, divide_by_rms(b, total, [b.rank() - 1], b.attr("epsilon", 1e-5)), b.input(2), None)
-    return [y, total, total, total]
-
-
-@decomposition("FusedMatMul", domain=_MICROSOFT)
-def _fused_matmul_in_parts(b: Builder) -> ir.Tensor | None:
-    if b.attr("transBatchA", 0) or b.attr("transBatchB", 0):
-        return None
-    left, right = b.node.inputs
-    left = _swapped(b, left, b.rank(0)) if b.attr("transA", 0) else left
-    right = _swapped(b, right, b.rank(1)) if b.attr("transB", 0) else right
-    product, alpha = b("MatMul", left, right), b.attr("alpha", 1.0)
-    return product if alpha == 1 else b("Mul", product, alpha)
-
-
-def _swapped(b: Builder, x: ir.Tensor, rank: int) -> ir.Tensor:
-    return b("Transpose", x, perm=[*range(rank - 2), rank - 1, rank - 2])
-
-
-@decomposition("FusedGemm", domain=_MICROSOFT)
-def _fused_gemm_in_parts(b: Builder) -> ir.Tensor:
-    attrs = dict(b.node.attrs)
-    activation = str(attrs.pop("activation"))
-    own = {n.removeprefix("activation_"): attrs.pop(n) for n in list(attrs) if n.startswith("activation_")}
-    return b(activation, b("Gemm", *b.node.inputs, **attrs), **own)
+# Imported for the rules that they register.
+_RULES = (contrib_attention, contrib_basic, contrib_embedding, contrib_grouped, contrib_rotary)
