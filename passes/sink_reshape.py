@@ -1,15 +1,18 @@
 """A Reshape of the leading dimensions moves behind the row-wise operators that follow it, until it meets its inverse.
 
-Rule: Reshape(Reshape(x)) is one Reshape of x, or x itself if the shape is x's. And where r = Reshape(x) keeps the last axis,
+Rule: Reshape(Reshape(x)) is one Reshape of x, or x itself if the shape is x's. And where r = Reshape(x) keeps the last axis, a
+*row-wise* operator of r is the same operator on x, and the Reshape behind it. Row-wise are
 
-1. MatMul(r, W) with a constant matrix W is Reshape(MatMul(x, W)): the rows are the same rows;
-2. an elementwise operator whose other operands are scalars or columns is the same operator on x, and the Reshape behind it;
-3. a Slice of the last axis by constants likewise.
+1. MatMul(r, W) with a constant matrix W: the rows are the same rows;
+2. a Slice of the last axis by constants, and a reduction of it (RowMoments, ReduceMean, …) that keeps it as 1;
+3. an elementwise operator whose other operands are scalars, columns, or tensors reshaped from the same leading dimensions to
+   the same: so a whole norm is row-wise.
 
-So exporters that flatten ``[B, S, K]`` to ``[B·S, K]`` around each projection leave no trace.
+So exporters that flatten ``[B, S, K]`` to ``[B·S, K]`` around each projection, or around each layer, leave no trace.
 
 Conditions: the target of the Reshape that moves is a constant; x has at least two dimensions. A second target that copies dimensions
-(0) must be known in numbers.
+(0) must be known in numbers. Where r has more dimensions than x, only operators of r alone count, no reductions: what is laid out
+by position or head stays so.
 Refused: moving a Reshape that is a graph output, or one whose readers are not all of these kinds: it would be kept beside its copies.
 """
 
@@ -28,7 +31,9 @@ from coda_edge.ir import (
     consumers,
     in_order,
     is_output,
+    made_by,
     producer,
+    reduces_rows,
     remove_dead,
     same_shape,
     shape,
@@ -36,6 +41,8 @@ from coda_edge.ir import (
 from coda_edge.symbolic import same
 
 from .base import Pass, PassLog
+
+_REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd")
 
 
 def run(graph: gs.Graph, log: PassLog) -> int:
@@ -57,11 +64,11 @@ def _sink(graph: gs.Graph, editor: GraphEditor, reshape: gs.Node) -> int:
     composed = sum(_compose(editor, reshape, u) for u in readers if u.op == "Reshape" and not u.domain)
     if composed or not readers or not _keeps_rows(reshape) or is_output(graph, reshape.outputs[0]):
         return composed
-    if not all(_passes_rows(u, reshape.outputs[0]) for u in readers):
+    region = _Region(reshape)
+    if not all(region.has(u) for u in readers):
         return 0
-    for reader in readers:
-        _swap(editor, reshape, reader)
-    return len(readers)
+    region.move(editor)
+    return len(region.nodes)
 
 
 def _keeps_rows(reshape: gs.Node) -> bool:
@@ -70,22 +77,94 @@ def _keeps_rows(reshape: gs.Node) -> bool:
     return constant and min(len(before), len(after)) >= 2 and same(before[-1], after[-1])
 
 
-def _passes_rows(node: gs.Node, r: Tensor) -> bool:
-    """Whether ``node`` treats every row of ``r`` alike, so that the Reshape may stand behind it."""
-    n = shape(r)[-1]
-    if node.domain or not isinstance(n, int):
-        return False
-    others = [t for t in node.inputs if t is not r]
-    if node.op == "MatMul":
-        weights = constant_value(node.inputs[1])
-        return node.inputs[0] is r and weights is not None and weights.ndim == 2
-    if node.op == "Slice":
-        return column_range(node) is not None
-    return (
-        node.op in ELEMENTWISE
-        and same_shape(shape(node.outputs[0]), shape(r))
-        and all(column_value(t, n) is not None for t in others)
-    )
+class _Region:
+    """The row-wise operators behind ``reshape``, in order of evaluation, and the tensors that they may read unreshaped."""
+
+    def __init__(self, reshape: gs.Node) -> None:
+        self.nodes: list[gs.Node] = []
+        self._reshape = reshape
+        self._before, self._after = shape(reshape.inputs[0])[:-1], shape(reshape.outputs[0])[:-1]
+        self._joint = len(self._before) >= len(self._after)
+        self._inside = {id(reshape.outputs[0])}
+        self._rows: dict[int, Tensor] = {id(reshape.outputs[0]): reshape.inputs[0]}
+        waiting = consumers(reshape.outputs[0])
+        while waiting:
+            joined = [u for u in waiting if self._joins(u)]
+            self.nodes += joined
+            self._inside.update(id(o) for n in joined for o in n.outputs)
+            behind = [u for n in joined for o in n.outputs for u in consumers(o)]
+            left = [u for u in waiting if not any(u is j for j in joined)] if joined else []
+            waiting = list({id(n): n for n in (*left, *behind) if not self.has(n)}.values())
+
+    def has(self, node: gs.Node) -> bool:
+        """Whether ``node`` moves."""
+        return any(node is n for n in self.nodes)
+
+    def _joins(self, node: gs.Node) -> bool:
+        if node.domain:
+            return self._joint and node.op == "RowMoments"
+        if node.op == "MatMul":
+            weights = constant_value(node.inputs[1])
+            return id(node.inputs[0]) in self._inside and weights is not None and weights.ndim == 2
+        if node.op == "Slice":
+            return column_range(node) is not None
+        if node.op in _REDUCTIONS:
+            return self._joint and reduces_rows(node, node.op)
+        return node.op in ELEMENTWISE and self._is_row_wise(node)
+
+    def _is_row_wise(self, node: gs.Node) -> bool:
+        dims = shape(node.outputs[0])
+        if not same_shape(dims[:-1], self._after) or not isinstance(dims[-1], int):
+            return False
+        return all(
+            id(t) in self._inside or column_value(t, dims[-1]) is not None or self._alike(t) for t in node.inputs
+        )
+
+    def _alike(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is reshaped just as ``reshape`` does it."""
+        view = made_by(tensor, "Reshape") if self._joint else None
+        if view is None or view.domain or not _keeps_rows(view):
+            return False
+        alike = same_shape(shape(view.inputs[0])[:-1], self._before) and same_shape(shape(tensor)[:-1], self._after)
+        if alike:
+            self._rows[id(tensor)] = view.inputs[0]
+        return alike
+
+    def move(self, editor: GraphEditor) -> None:
+        """Lets the operators work on the rows as they were, and reshapes what others read of them."""
+        target = constant_value(self._reshape.inputs[1])
+        assert target is not None
+        given: list[gs.Variable] = []
+        for node in self.nodes:
+            before = list(node.outputs)
+            node.inputs = self._operands(editor, node)
+            node.outputs = [editor.variable(f"{o.name}.rows", o.dtype, (*self._before, shape(o)[-1])) for o in before]
+            self._rows.update({id(o): rows for o, rows in zip(before, node.outputs, strict=True)})
+            given += before
+        for old in given:
+            if consumers(old) or is_output(editor.graph, old):
+                shaped = editor.constant(f"{old.name}.shape", np.array([*target[:-1], shape(old)[-1]], np.int64))
+                rows = self._rows[id(old)]
+                editor.replace(old, editor.apply("Reshape", [rows, shaped], shape(old), f"{old.name}.reshape"))
+
+    def _operands(self, editor: GraphEditor, node: gs.Node) -> list[Tensor]:
+        if node.op == "Slice":
+            first, last = column_range(node) or (0, 0)
+            bounds = (first, last, len(self._before))
+            return [
+                self._rows[id(node.inputs[0])],
+                *(editor.constant(f"{node.name}.bound", np.array([v])) for v in bounds),
+            ]
+        if node.op in _REDUCTIONS:
+            return [
+                self._rows[id(node.inputs[0])],
+                editor.constant(f"{node.name}.axis", np.array([len(self._before)])),
+            ]
+        n = shape(node.outputs[0])[-1]
+        return [
+            self._rows[id(t)] if id(t) in self._rows else _as_column(editor, t, n) if node.op in ELEMENTWISE else t
+            for t in node.inputs
+        ]
 
 
 def _compose(editor: GraphEditor, first: gs.Node, second: gs.Node) -> int:
@@ -102,24 +181,6 @@ def _compose(editor: GraphEditor, first: gs.Node, second: gs.Node) -> int:
         target = editor.constant(f"{out.name}.shape", np.array(known, np.int64))
     second.inputs = [x, target]
     return 1
-
-
-def _swap(editor: GraphEditor, reshape: gs.Node, node: gs.Node) -> None:
-    x, r, out = reshape.inputs[0], reshape.outputs[0], node.outputs[0]
-    n = shape(out)[-1]
-    target = constant_value(reshape.inputs[1])
-    assert target is not None
-    if node.op == "Slice":
-        first, last = column_range(node) or (0, 0)
-        bounds = [editor.constant(f"{out.name}.bound", np.array([v])) for v in (first, last, len(shape(x)) - 1)]
-        inputs = [x, *bounds]
-    else:
-        column = node.op in ELEMENTWISE
-        inputs = [x if t is r else _as_column(editor, t, shape(r)[-1]) if column else t for t in node.inputs]
-    moved = editor.variable(f"{out.name}.rows", out.dtype, (*shape(x)[:-1], n))
-    editor.node(node.op, inputs, [moved], node.name or out.name, **node.attrs)
-    new_target = editor.constant(f"{out.name}.shape", np.array([*target[:-1], n], np.int64))
-    editor.replace(out, editor.apply("Reshape", [moved, new_target], shape(out), f"{out.name}.reshape"))
 
 
 def _as_column(editor: GraphEditor, tensor: Tensor, n: object) -> Tensor:

@@ -101,6 +101,15 @@ def _group_norm(b: Builder) -> ir.Tensor | None:
     return b("Reshape", y, [0, channels, *dims[2:]])
 
 
+@decomposition("MeanVarianceNormalization")
+def _mean_variance_norm(b: Builder) -> ir.Tensor:
+    x, epsilon = b.node.inputs[0], 1e-9
+    axes = sorted(a % b.rank() for a in b.attr("axes", [0, 2, 3]))
+    centred = b("Sub", x, b("ReduceMean", x, axes, keepdims=1))
+    variance = b("ReduceMean", b("Mul", centred, centred), axes, keepdims=1)
+    return b("Div", centred, b("Add", b("Sqrt", variance), epsilon))
+
+
 @decomposition("LpNormalization")
 def _lp_norm(b: Builder) -> ir.Tensor:
     x, axes = b.node.inputs[0], [b.attr("axis", -1) % b.rank()]

@@ -84,6 +84,16 @@ def _reciprocal(b: Builder) -> ir.Tensor | None:
     return None
 
 
+@decomposition("Add", "Sub")
+def _negated(b: Builder) -> ir.Tensor | None:
+    """``a + (-c)`` is ``a - c``, and ``a - (-c)`` is ``a + c``."""
+    for side in (1, 0) if b.node.op == "Add" else (1,):
+        inner = ir.made_by(b.node.inputs[side], "Neg")
+        if inner is not None:
+            return b("Sub" if b.node.op == "Add" else "Add", b.node.inputs[1 - side], inner.inputs[0])
+    return None
+
+
 @decomposition("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand")
 def _same_view(b: Builder) -> ir.Tensor | None:
     return b.node.inputs[0] if unchanged(b, b.node.inputs[0]) else None

@@ -1,7 +1,7 @@
-"""Transposes that cancel through elementwise operators.
+"""Transposes that cancel through elementwise operators and reductions.
 
 ``T₂(f(T₁(a), T₁(b), c))`` is ``f(a, b, T₂(c))`` where T₂ undoes T₁ and ``f`` is any tree of elementwise operators with
-constants ``c``. It happens only if every leaf that is no constant cancels, so it never adds a transpose.
+constants ``c``, and of reductions that keep their axes: a norm over channels that come first is one over channels that come last. It happens only if every leaf that is no constant cancels, so it never adds a transpose.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import onnx_graphsurgeon as gs
 from .. import ir
 from .builder import Builder, decomposition
 
-# Elementwise operators between two transposes: an activation and a residual or two.
+# Operators between two transposes: a norm, an activation and a residual or two.
 _MOST_NODES = 64
+_REDUCTIONS = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd")
 
 
 @decomposition("Transpose")
@@ -30,12 +31,16 @@ def _cancelled(b: Builder) -> ir.Tensor | None:
     made: dict[str, ir.Tensor] = {}
     for node in tree:
         operands = [_operand(b, t, made, perm) for t in node.inputs]
+        if node.op in _REDUCTIONS:
+            axes = ir.constant_value(node.inputs[1])
+            assert axes is not None
+            operands[1] = b.tensor(sorted(perm.index(a) for a in axes.tolist()))
         made[node.outputs[0].name] = b(node.op, *operands, **node.attrs)
     return made[x.name]
 
 
 def _tree(root: gs.Node, undone: list[int]) -> list[gs.Node] | None:
-    """The elementwise nodes under ``root`` in order of evaluation; None if a leaf is neither constant nor transposed by ``undone``."""
+    """The elementwise nodes and reductions under ``root`` in order of evaluation; None if a leaf is neither constant nor transposed by ``undone``."""
     order: list[gs.Node] = []
     seen: set[int] = set()
 
@@ -54,12 +59,18 @@ def _tree(root: gs.Node, undone: list[int]) -> list[gs.Node] | None:
             if source.op == "Transpose" and not source.domain:
                 if list(source.attrs.get("perm", ())) != undone:
                     return False
-            elif source.op not in ir.ELEMENTWISE or not visit(source):
+            elif not (source.op in ir.ELEMENTWISE or _keeps_axes(source)) or not visit(source):
                 return False
         order.append(node)
         return True
 
     return order if visit(root) else None
+
+
+def _keeps_axes(node: gs.Node) -> bool:
+    """Whether ``node`` reduces axes that are known and stay as 1."""
+    kept = node.op in _REDUCTIONS and node.attrs.get("keepdims", 1) and len(node.inputs) == 2
+    return bool(kept) and ir.constant_value(node.inputs[1]) is not None
 
 
 def _operand(b: Builder, tensor: ir.Tensor, made: dict[str, ir.Tensor], perm: list[int]) -> ir.Tensor:

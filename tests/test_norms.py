@@ -1,0 +1,99 @@
+"""However a norm is spelled, it costs no kernel between the GEMM before it and the GEMM behind it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from coda_edge.passes import PassLog, run_pipeline
+from rewriting import Array, Rewritten, model, normal
+
+from coda_edge import frontend
+
+_WIDTH = 24
+_CONSTANTS: dict[str, Array] = {
+    "u": normal(12, _WIDTH, seed=9),
+    "w": normal(_WIDTH, 40, seed=1) / 5,
+    "c": normal(40, seed=2),
+    "g": normal(_WIDTH, seed=3) + 1,
+    "b": normal(_WIDTH, seed=4),
+    "less": normal(_WIDTH, seed=3),
+    "gc": normal(_WIDTH, 1, seed=3) + 1,
+    "bc": normal(_WIDTH, 1, seed=4),
+    "spread": np.abs(normal(_WIDTH, seed=8)) + 0.5,
+    "eps": np.float32(1e-5),
+    "tiny": np.float32(1e-12),
+    "one": np.float32(1),
+    "two": np.float32(2),
+    "half": np.float32(-0.5),
+    "width": np.float32(_WIDTH),
+    "share": np.float32(1 / _WIDTH),
+    "unbiased": np.float32(1 / (_WIDTH - 1)),
+    "root": np.float32(_WIDTH**0.5),
+    "last": np.array([-1]),
+    "first": np.array([1]),
+    "new": np.array([2]),
+    "flat": np.array([-1, _WIDTH]),
+    "back": np.array([-1, 7, _WIDTH]),
+}
+_MEAN = "m = ReduceMean(x, last) d = Sub(x, m) s = Mul(d, d)"
+_VARIANCE = f"{_MEAN} v = ReduceMean(s, last) e = Add(v, eps)"
+_SHIFT = "h = Mul(q, g) y0 = Add(h, b)"
+_ROOT = f"r = Sqrt(e) q = Div(d, r) {_SHIFT}"
+_SPELLINGS = {
+    "LayerNormalization": "y0 = LayerNormalization <epsilon = 1e-5> (x, g, b)",
+    "by Reciprocal": f"{_VARIANCE} r = Sqrt(e) i = Reciprocal(r) q = Mul(d, i) y0 = Mul(q, g)",
+    "by Pow": f"{_VARIANCE} i = Pow(e, half) q = Mul(d, i) y0 = Mul(q, g)",
+    "sums over the width": f"""t = ReduceSum(x, last) m = Div(t, width) d = Sub(x, m) s = Pow(d, two) o = ReduceSum(s, last)
+        v = Mul(o, share) e = Add(v, eps) {_ROOT}""",
+    "sum of squares": f"m = ReduceMean(x, last) d = Sub(x, m) o = ReduceSumSquare(d, last) v = Div(o, width) e = Add(v, eps) {_ROOT}",
+    "unbiased": f"{_MEAN} o = ReduceSum(s, last) v = Mul(o, unbiased) k = Sqrt(v) r = Add(k, eps) q = Div(d, r) y0 = Mul(q, g)",
+    "mean of squares less square of mean": f"""m = ReduceMean(x, last) d = Sub(x, m) s = Mul(x, x) k = ReduceMean(s, last)
+        l = Mul(m, m) v = Sub(k, l) e = Add(v, eps) {_ROOT}""",
+    "axes dropped and inserted": f"""l = ReduceMean <keepdims = 0> (x, last) m = Unsqueeze(l, new) d = Sub(x, m) s = Mul(d, d)
+        o = ReduceMean <keepdims = 0> (s, last) v = Unsqueeze(o, new) e = Add(v, eps) {_ROOT}""",
+    "axes inserted late": f"""l = ReduceMean <keepdims = 0> (x, last) m = Unsqueeze(l, new) d = Sub(x, m) s = Mul(d, d)
+        o = ReduceMean <keepdims = 0> (s, last) e = Add(o, eps) k = Sqrt(e) r = Unsqueeze(k, new) q = Div(d, r) {_SHIFT}""",
+    "mean negated": f"""m = ReduceMean(x, last) l = Neg(m) d = Add(x, l) s = Mul(d, d) v = ReduceMean(s, last) e = Add(v, eps) {_ROOT}""",
+    "gain first": f"{_VARIANCE} r = Sqrt(e) h = Mul(d, g) q = Div(h, r) y0 = Add(q, b)",
+    "scale and shift of rows": f"""{_VARIANCE} r = Sqrt(e) i = Reciprocal(r) k = Mul(x, i) l = Mul(m, i) q = Sub(k, l)
+        h = Mul(q, g) y0 = Add(h, b)""",
+    "RMSNorm, gain 1 + g": """s = Mul(x, x) v = ReduceMean(s, last) e = Add(v, eps) r = Sqrt(e) i = Div(one, r)
+        q = Mul(x, i) k = Add(less, one) y0 = Mul(q, k)""",
+    "RMSNorm, gain on the row": """s = Mul(x, x) v = ReduceMean(s, last) e = Add(v, eps) r = Sqrt(e) i = Reciprocal(r)
+        k = Mul(g, i) y0 = Mul(x, k)""",
+    "L2, bounded": "l = ReduceL2(x, last) z = Max(l, tiny) q = Div(x, z) k = Mul(q, root) y0 = Mul(k, g)",
+    "L2, expanded": """l = ReduceL2 <keepdims = 0> (x, last) z = Clip(l, tiny) k = Unsqueeze(z, new) o = Shape(x)
+        r = Expand(k, o) q = Div(x, r) y0 = Mul(q, g)""",
+    "LpNormalization": "q = LpNormalization <axis = -1, p = 2> (x) y0 = Mul(q, g)",
+    "L1": "q = LpNormalization <axis = -1, p = 1> (x) y0 = Mul(q, g)",
+    "MeanVarianceNormalization": "y0 = MeanVarianceNormalization <axes = [2]> (x)",
+    "channels first": """k = Transpose <perm = [0, 2, 1]> (x) m = ReduceMean(k, first) d = Sub(k, m) s = Mul(d, d)
+        v = ReduceMean(s, first) e = Add(v, eps) r = Sqrt(e) q = Div(d, r) h = Mul(q, gc) l = Add(h, bc)
+        y0 = Transpose <perm = [0, 2, 1]> (l)""",
+    "batch norm": """k = Transpose <perm = [0, 2, 1]> (x) l = BatchNormalization(k, g, b, b, spread)
+        y0 = Transpose <perm = [0, 2, 1]> (l)""",
+    "flattened": f"z = Reshape(x, flat) {_VARIANCE.replace('(x', '(z')} r = Sqrt(e) q = Div(d, r) h = Mul(q, g) l = Add(h, b) y0 = Reshape(l, back)",
+    "scaled and dropped out": "h = LayerNormalization (x, g, b) k = Mul(h, root) l = Dropout(k) y0 = Identity(l)",
+    "LayerScale before": "k = Mul(x, less) y0 = LayerNormalization(k, g, b)",
+}
+
+
+def _through_pipeline(text: str, opset: int = 20) -> Rewritten:
+    """A projection and a residual, which make x; ``text``, which makes y0 of it; and another projection."""
+    m = model(
+        f"""g (float[B, 7, 12] a, float[B, 7, {_WIDTH}] residual) => (float[B, 7, 40] y)
+        {{ p = MatMul(a, u) x = Add(p, residual) {text} y1 = MatMul(y0, w) y = Add(y1, c) }}""",
+        _CONSTANTS,
+        opset,
+    )
+    graph = frontend.normalize(frontend.load(m), None)
+    log: PassLog = run_pipeline(graph)
+    frontend.infer(graph)
+    return Rewritten(m, graph, log)
+
+
+@pytest.mark.parametrize("spelling", _SPELLINGS)
+def test_a_norm_costs_no_kernel(spelling: str) -> None:
+    done = _through_pipeline(_SPELLINGS[spelling])
+    assert done.ops() == {"Gemm": 2}
+    assert done.error({"a": normal(3, 7, 12), "residual": normal(3, 7, _WIDTH, seed=5)}) < 3e-6
