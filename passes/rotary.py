@@ -6,13 +6,15 @@ depends on some columns of the head. If these columns fall into pairs, all of it
 columns of the weights are put into the order of the pairs, the epilogue computes on ``even`` and ``odd``, and ``interleave``s. The
 operands (cosines, sines) become tiles of D/2 columns which all heads share.
 
-A column that nothing pairs is paired with another such one; what is computed for some of the pairs only is chosen by a column mask. So
-a rotation of halves, of adjacent columns, and of adjacent columns in a part of the head are one rule.
+A column that nothing pairs is paired with its neighbour if nothing pairs that; what is computed for some of the pairs only is chosen by
+a column mask. So a rotation of halves, of adjacent columns, of either in a part of the head, of each axis of an image in a part of its
+own, and one that puts pairs into halves are one rule.
 
-Conditions: what is read outside has all D columns, in order. Pairs are column j with j + D/2, stored as ``heads[D] halves``, or column
-2j with 2j + 1. Operands have one head, and rows as an epilogue's operand may have.
-Refused, with the reason: other pairs (halves of a part of the head), a Gemm whose columns may not be moved (it also reads a whole tensor,
-or stores the same columns in another way), column operands that are not constant.
+Conditions: what is read outside has all D columns. In what is read, the two columns of a pair are neighbours, or lie in the halves of a
+range of the head (stored as ``heads[D] halves[a:b]``), and all that is read has its pairs in one order. Operands have one head, and
+rows as an epilogue's operand may have.
+Refused, with the reason: pairs that lie otherwise, a Gemm whose columns may not be moved (it also reads a whole tensor, or stores the
+same columns in another way), column operands that are not constant.
 """
 
 from __future__ import annotations
@@ -100,11 +102,11 @@ class _Region:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """The D/2 pairs of a head's columns."""
+    """The D/2 pairs of a head's columns, and the ranges of columns in which they lie in halves: elsewhere they are neighbours."""
 
     first: tuple[int, ...]
     second: tuple[int, ...]
-    halves: bool
+    halves: tuple[tuple[int, int], ...] = ()
 
 
 def run(graph: gs.Graph, log: PassLog) -> int:
@@ -158,18 +160,24 @@ def _root(graph: gs.Graph, gemm: gs.Node, stored: gs.Variable) -> _Root | None:
 def _rewrite(graph: gs.Graph, editor: GraphEditor, pieces: Pieces, root: _Root) -> gs.Node | None:
     """The Gemm that does what follows ``root``; None if nothing that follows pairs columns."""
     region = _grow(graph, root)
-    pairs = _pairs(root.size, region)
-    if pairs is None:
+    groups = _groups(root.size, region)
+    if len(set(groups)) == root.size:
         if region.reasons and any(n.op in ("Slice", "Concat", "Gather") for n in region.nodes):
             raise Refused(region.reasons[0])
         return None
     exits = _exits(graph, root, region)
-    columns = root.columns
-    if columns[0] % root.size or (columns[1] - columns[0]) % root.size:
-        raise Refused(f"columns {columns} of the product are no whole heads of {root.size}")
+    origin = _origin(region, exits[-1], groups)
+    lie = _lie(origin, groups)
+    columns = {g: [c for c in range(root.size) if groups[c] == g] for g in groups}
+    first = [columns[origin[a]][0] for a in lie.first]
+    second = [columns[origin[b]][-1] for b in lie.second]
+    pairs = _Pairs(tuple(first), tuple(second))
+    product = root.columns
+    if product[0] % root.size or (product[1] - product[0]) % root.size:
+        raise Refused(f"columns {product} of the product are no whole heads of {root.size}")
     _check_columns_move(root)
     order = _order(root, pairs)
-    joint = _Joint(root, region, pairs, pieces, editor)
+    joint = _Joint(root, region, groups, pairs, pieces, editor)
     for node in region.nodes:
         joint.add(node)
     return joint.replace(graph, exits, order)
@@ -223,8 +231,8 @@ def _joined(root: _Root, region: _Region, node: gs.Node, after: set[int]) -> Lab
     return made
 
 
-def _pairs(size: int, region: _Region) -> _Pairs | None:
-    """The pairs that the region makes of a head's columns; None if it pairs none."""
+def _groups(size: int, region: _Region) -> list[int]:
+    """For each of a head's columns the first one of those that the region makes depend on each other."""
     group = list(range(size))
 
     def find(c: int) -> int:
@@ -238,27 +246,38 @@ def _pairs(size: int, region: _Region) -> _Pairs | None:
             for other in others:
                 a, b = sorted((find(first), find(other)))
                 group[b] = a
-    members: dict[int, list[int]] = {}
-    for c in range(size):
-        members.setdefault(find(c), []).append(c)
-    widest = max(len(m) for m in members.values())
-    if widest < 2:
-        return None
-    if widest > 2 or size % 2:
+    found = [find(c) for c in range(size)]
+    widest = max(found.count(c) for c in found)
+    if widest > 2 or (widest == 2 and size % 2):
         raise Refused(f"{widest} of the {size} columns of a head depend on each other, expected pairs")
-    single = [m[0] for m in members.values() if len(m) == 1]
-    pairs = [(m[0], m[1]) for m in members.values() if len(m) == 2]
-    pairs = sorted([*pairs, *zip(single[::2], single[1::2], strict=True)])
-    first, second = zip(*pairs, strict=True)
-    half = size // 2
-    if first == tuple(range(half)) and second == tuple(range(half, size)):
-        return _Pairs(first, second, halves=True)
-    if first == tuple(range(0, size, 2)) and second == tuple(range(1, size, 2)):
-        return _Pairs(first, second, halves=False)
-    raise Refused(
-        f"columns {pairs[0]}, … of the {size} of a head are paired, expected j with j + {half}, or neighbours: "
-        "a rotation of halves of a part of the head cannot be stored"
-    )
+    return found
+
+
+def _origin(region: _Region, tensor: gs.Variable, groups: list[int]) -> list[int]:
+    """The group that each column of ``tensor``, which has all of a head, comes from."""
+    return [groups[min(columns)] for columns in region.depends[id(tensor)]]
+
+
+def _lie(origin: list[int], groups: list[int]) -> _Pairs:
+    """How the pairs lie in a tensor whose columns come from the groups ``origin``."""
+    first: list[int] = []
+    second: list[int] = []
+    halves: list[tuple[int, int]] = []
+    while len(first) + len(second) < len(origin):
+        at = len(first) + len(second)
+        step = next((c for c in range(at + 1, len(origin)) if origin[c] == origin[at]), at + 1) - at
+        here, there = range(at, at + step), range(at + step, at + 2 * step)
+        fits = there.stop <= len(origin)
+        alone = fits and step == 1 and all(groups.count(origin[c]) == 1 for c in (at, there.start))
+        if not fits or not (alone or all(origin[a] == origin[b] for a, b in zip(here, there, strict=True))):
+            raise Refused(
+                f"columns {at} and {at + step} of the {len(origin)} of a head belong together, but not all between them and "
+                "after in the same way: pairs are stored as neighbours or as halves of a range"
+            )
+        first += here
+        second += there
+        halves += [(at, there.stop)] if step > 1 else []
+    return _Pairs(tuple(first), tuple(second), tuple(halves))
 
 
 def _exits(graph: gs.Graph, root: _Root, region: _Region) -> list[gs.Variable]:
@@ -381,10 +400,12 @@ def _operand(root: _Root, rows: int, tensor: Tensor, rank: int) -> _Operand:
 class _Joint:
     """The Gemm's program, growing over the region. The label of an element is (value, pair)."""
 
-    def __init__(self, root: _Root, region: _Region, pairs: _Pairs, pieces: Pieces, editor: GraphEditor) -> None:
+    def __init__(
+        self, root: _Root, region: _Region, groups: list[int], pairs: _Pairs, pieces: Pieces, editor: GraphEditor
+    ) -> None:
         self._root = root
         self._region = region
-        self._pairs = pairs
+        self._groups = groups
         self._pieces = pieces
         self._editor = editor
         self.builder = Builder(root.program)
@@ -434,8 +455,9 @@ class _Joint:
         for tensor in exits:
             name = next(f"y{i}" for i in itertools.count() if f"y{i}" not in outputs and f"y{i}" not in rotated)
             rotated[name] = tensor
-            stored = replace(root.output, name=name, heads=root.size, halves=self._pairs.halves)
-            self.builder.output_like(stored, self._whole(tensor))
+            lie = _lie(_origin(self._region, tensor, self._groups), self._groups)
+            stored = replace(root.output, name=name, heads=root.size, halves=lie.halves)
+            self.builder.output_like(stored, self._whole(tensor, lie))
         try:
             program = self.builder.build(drop_unused_params=True)
             program.check(len(order))
@@ -521,10 +543,10 @@ class _Joint:
         self._operands[name] = tensor
         return name
 
-    def _whole(self, tensor: gs.Variable) -> str:
-        """The value of a tensor of all columns."""
+    def _whole(self, tensor: gs.Variable, lie: _Pairs) -> str:
+        """The value of a tensor of all columns, whose pairs lie so."""
         labels = self._labels[id(tensor)]
-        halves = [self._chosen([labels[c] for c in columns]) for columns in (self._pairs.first, self._pairs.second)]
+        halves = [self._chosen([labels[c] for c in columns]) for columns in (lie.first, lie.second)]
         return self.builder.add("interleave", *halves)
 
     def _chosen(self, labels: list[tuple[str, int]]) -> str:

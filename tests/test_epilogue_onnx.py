@@ -95,8 +95,8 @@ def test_mixed_floats_widen_and_halves_stay():
 
 
 @pytest.mark.parametrize("lead", [(1, 1), (3, 1), (1, 7), (3, 7)])
-@pytest.mark.parametrize("size", [2, 6, 10])
-def test_shared_rows_periods_and_halves(lead, size):
+@pytest.mark.parametrize("size,ranges", [(2, ""), (6, ""), (10, ""), (10, "[0:4]"), (14, "[2:6, 8:14]")])
+def test_shared_rows_periods_and_halves(lead, size, ranges):
     text = (
         "(acc: tile f32, cos: tile[position, period=P] f32, sin: tile[period=P] f32, b: tile[batch] f32, r: row[position] f32, "
         "s: row[batch] f32) -> (y: tile = v7[D:E] heads[D] halves, z: tile = v7 heads[D]) {\n"
@@ -104,7 +104,7 @@ def test_shared_rows_periods_and_halves(lead, size):
         "  v6 = sub v4 sin\n  v7 = interleave v5 v6\n}"
     )
     text = text.replace("P]", f"{size // 2}]").replace("D:E", f"{size}:{3 * size}").replace("[D]", f"[{size}]")
-    program = EpilogueProgram.parse(text)
+    program = EpilogueProgram.parse(text.replace("halves", f"halves{ranges}"))
     feeds = random_feeds(program, lead, 3 * size)
     check(program, feeds)
     assert_close(run_onnx(program, feeds, reference=True), run_onnx(program, feeds))

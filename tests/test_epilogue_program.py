@@ -38,6 +38,7 @@ def test_text_is_what_the_parts_spell():
         "(acc: tile f16) -> (q: tile = acc[0:64] heads[32], k: tile = acc[64:128], v: tile = acc heads[8]) {\n}",
         "(acc: tile f32, cos: tile[position, period=8] f32, s: tile[period=4] f16, r: row[batch] f32) -> "
         "(q: tile = acc[0:64] heads[32] halves) {\n}",
+        "(acc: tile f32) -> (q: tile = acc[0:64] heads[32] halves[0:8, 16:32], k: tile = acc heads[8] halves[4:8]) {\n}",
         "(acc: tile f32) -> (y: tile = v1) {\n  v0 = max acc -inf\n  v1 = cast v0 to=f16\n}",
         "(acc: tile f32) -> (y: tile = v0) {\n  v0 = mul acc 1e-05\n}",
     ],
@@ -144,6 +145,9 @@ def test_widths_follow_pairwise_steps_both_ways():
         ("v0 = neg acc", "y: tile = v0", "acc: tile f32, r: tile[rows] f32", "cannot read epilogue parameter"),
         ("v0 = neg acc", "y: tile = v0 heads[3] halves", "acc: tile f32", "an even number of columns"),
         ("v0 = neg acc", "y: tile = v0[1:5] heads[4] halves", "acc: tile f32", "from an even column"),
+        ("v0 = neg acc", "y: tile = v0 heads[8] halves[0:3]", "acc: tile f32", "an even number of columns"),
+        ("v0 = neg acc", "y: tile = v0 heads[8] halves[4:10]", "acc: tile f32", "an even number of columns"),
+        ("v0 = neg acc", "y: tile = v0 heads[8] halves[0:4, 2:6]", "acc: tile f32", "an even number of columns"),
         ("v0 == neg", "y: tile = v0", "acc: tile f32", "cannot read epilogue step 'v0 == neg'"),
     ],
 )

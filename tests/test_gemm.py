@@ -167,12 +167,14 @@ SHARED = (
 
 
 @each_target
-@pytest.mark.parametrize("heads,size", [(4, 16), (1, 64), (3, 20), (7, 2)])
-def test_rotated_heads(target: targets.Target, heads: int, size: int) -> None:
+@pytest.mark.parametrize(
+    "heads,size,ranges", [(4, 16, ""), (1, 64, ""), (3, 20, ""), (7, 2, ""), (3, 20, "[0:8]"), (2, 32, "[0:16, 24:32]")]
+)
+def test_rotated_heads(target: targets.Target, heads: int, size: int, ranges: str) -> None:
     """Operands that positions or batch entries share, of any period, and heads stored in halves."""
     end = (heads + 1) * size
     text = SHARED.replace("P]", f"{size // 2}]").replace("A:B", f"{size}:{end}").replace("[D]", f"[{size}]")
-    program = EpilogueProgram.parse(text)
+    program = EpilogueProgram.parse(text.replace("halves", f"halves{ranges}"))
     for batch, sequence in ((1, 1), (3, 1), (3, 7), (1, 133), (3, 43)):
         check(target, program, batch * sequence, end, 9, rows_per_batch=sequence)
 

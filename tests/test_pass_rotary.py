@@ -106,7 +106,7 @@ def test_every_spelling_is_an_epilogue(case: str, shared: bool) -> None:
     tiles = [q for q in p.params if q.period]
     assert [(q.rows, q.period) for q in tiles] == [(Rows.POSITION if shared else Rows.ALL, _D // 2)] * operands
     (output,) = p.outputs
-    assert output.heads == _D and output.halves == ("halves" in case)
+    assert output.heads == _D and bool(output.halves) == ("halves" in case)
     check(done, width, shared)
 
 
@@ -149,12 +149,51 @@ def test_neighbours_in_a_part_of_the_head() -> None:
     check(done, 3, True)
 
 
-def test_halves_of_a_part_of_the_head_are_refused() -> None:
-    body = """cos = Unsqueeze(cs, i1) sin = Unsqueeze(sn, i1) f = Slice(t, i0, i4, last) rest = Slice(t, i4, i8, last)
-        l = Slice(f, i0, i2, last) h = Slice(f, i2, i4, last) n = Neg(h) c = Concat <axis = -1> (n, l)
-        m = Mul(f, cos) s = Mul(c, sin) k = Add(m, s) y = Concat <axis = -1> (k, rest)"""
-    done = rewrite(model(graph(f"{_HEADS_OF} {body}", 4, True), _CONSTANTS), _PASSES)
-    assert "part of the head" in done.log.refusals[-1].reason
+_ROTATE = "{n}n = Neg({n}h) {n}c = Concat <axis = -1> ({n}n, {n}l) {n}m = Mul({n}f, {cos}) {n}s = Mul({n}c, {sin}) {n}k = Add({n}m, {n}s)"
+
+
+def part(name: str, start: int, end: int, cos: str = "cos", sin: str = "sin") -> str:
+    """The rotation ``{name}k`` of halves of the columns from ``start`` to ``end`` of t."""
+    middle = (start + end) // 2
+    bounds = {"f": (start, end), "l": (start, middle), "h": (middle, end)}
+    cut = " ".join(f"{name}{x} = Slice(t, i{a}, i{b}, last)" for x, (a, b) in bounds.items())
+    return f"{cut} {_ROTATE.format(n=name, cos=cos, sin=sin)}"
+
+
+_REST = "rest = Slice(t, i{}, i{}, last) y = Concat <axis = -1> ({})"
+_IN_PARTS = {
+    "first part": (f"{part('a', 0, 4)} {_REST.format(4, 8, 'ak, rest')}", "[0:4]"),
+    "last part": (f"{part('a', 4, 8)} {_REST.format(0, 4, 'rest, ak')}", "[4:8]"),
+    "both axes of an image": (
+        f"{part('a', 0, 4)} {part('b', 4, 8, 'sin', 'cos')} y = Concat <axis = -1> (ak, bk)",
+        "[0:4, 4:8]",
+    ),
+    "from pairs to halves": (
+        "pairs = Reshape(t, to_pairs4) across = Transpose <perm = [0, 1, 2, 4, 3]> (pairs) q = Reshape(across, to_head) "
+        "f = Concat <axis = -1> (cos, cos) g = Concat <axis = -1> (sin, sin) l = Slice(q, i0, i4, last) h = Slice(q, i4, i8, last) "
+        "n = Neg(h) c = Concat <axis = -1> (n, l) m = Mul(q, f) s = Mul(c, g) y = Add(m, s)",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _IN_PARTS)
+def test_pairs_lie_in_parts_of_the_head(case: str) -> None:
+    body, stored = _IN_PARTS[case]
+    m = model(graph(f"{_HEADS_OF} {_WHOLE} {body}", 4, True), _CONSTANTS | {"to_pairs4": ints(0, 0, 0, 4, 2)})
+    done = rewrite(m, _PASSES)
+    assert done.ops()["Gemm"] == 1 and "Mul" not in done.ops()
+    assert f"heads[{_D}] halves{stored}" in str(program(done))
+    check(done, 4, True)
+
+
+def test_pairs_that_lie_otherwise_are_refused() -> None:
+    """Column 0 with 3 and 1 with 2."""
+    body = """l = Slice(t, i0, i2, last) h = Slice(t, i2, i4, last) rest = Slice(t, i4, i8, last) back = Gather <axis = 3> (h, swap)
+        u = Mul(l, back) v = Gather <axis = 3> (u, swap) y = Concat <axis = -1> (u, v, rest)"""
+    m = model(graph(f"{_HEADS_OF} {body}", 4, True), _CONSTANTS | {"swap": ints(1, 0)})
+    done = rewrite(m, _PASSES)
+    assert "neighbours or as halves" in done.log.refusals[-1].reason
     check(done, 4, True)
 
 
@@ -273,7 +312,7 @@ def test_queries_keys_and_values_are_one_gemm(keys: int, joined: bool, apart: bo
     assert done.ops()["Gemm"] == 1 and not {"Mul", "Slice", "Reshape"} & set(done.ops())
     p = program(done)
     assert len([q for q in p.params if q.period]) == 2, "q and k share cosines and sines"
-    stored = sorted((p.output_width(o, int(start[3])), o.heads, o.halves) for o in p.outputs)
+    stored = sorted((p.output_width(o, int(start[3])), o.heads, bool(o.halves)) for o in p.outputs)
     assert stored == [(keys * _D, _D, False), (keys * _D, _D, True), (_HEADS * _D, _D, True)]
     check(done, _D // 2, True)
 

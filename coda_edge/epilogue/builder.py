@@ -93,7 +93,7 @@ class Builder:
         value: str,
         columns: tuple[int, int] | None = None,
         heads: int | None = None,
-        halves: bool = False,
+        halves: tuple[tuple[int, int], ...] = (),
     ) -> None:
         """Declares an output, or replaces the one of that name in its place."""
         if value not in self._types:

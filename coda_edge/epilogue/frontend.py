@@ -137,7 +137,7 @@ class Stored:
     value: Value
     columns: tuple[int, int] | None = None
     heads: int | None = None
-    halves: bool = False
+    halves: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Operands are epilogue values and numbers. A new activation is one function here,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from .frontend import Moments, Operand, Stored, Value, apply, apply_moments
 
@@ -222,10 +223,15 @@ def moments(x: Value) -> Moments:
 
 
 def store(
-    value: Value, columns: tuple[int, int] | None = None, heads: int | None = None, halves: bool = False
+    value: Value,
+    columns: tuple[int, int] | None = None,
+    heads: int | None = None,
+    halves: bool | Sequence[tuple[int, int]] = False,
 ) -> Stored:
     """A tile output of only ``columns`` (c0, c1), or with ``heads`` of D columns laid out ``[B, H, S, D]``.
 
-    ``halves`` stores columns 2j and 2j + 1 of a head as its columns j and j + D/2.
+    ``halves`` stores columns 2j and 2j + 1 of a head as its columns j and j + D/2; given as ranges of a head's columns, the
+    pairs of each of them.
     """
-    return Stored(value, columns, heads, halves)
+    whole = ((0, heads or 0),)
+    return Stored(value, columns, heads, (whole if halves else ()) if isinstance(halves, bool) else tuple(halves))

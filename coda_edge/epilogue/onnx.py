@@ -152,12 +152,14 @@ def _emit_output(emitter: Emitter, output: Output, value: str) -> str:
         value = emitter.node("Slice", value, emitter.ints([start]), emitter.ints([end]), emitter.ints([-1]))
     if output.heads:
         count = (output.columns[1] - output.columns[0]) // output.heads if output.columns else -1
-        if output.halves:
+        if output.halves == ((0, output.heads),):
             pairs = emitter.node("Reshape", value, emitter.ints([0, 0, count, output.heads // 2, 2]))
             apart = emitter.node("Transpose", pairs, perm=[0, 2, 1, 4, 3])
             return emitter.node("Reshape", apart, emitter.ints([0, 0, 0, output.heads]))
         split = emitter.node("Reshape", value, emitter.ints([0, 0, count, output.heads]))
         value = emitter.node("Transpose", split, perm=[0, 2, 1, 3])
+        if output.halves:
+            value = emitter.node("Gather", value, emitter.ints(output.order), axis=-1)
     return value
 
 

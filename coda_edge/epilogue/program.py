@@ -117,7 +117,8 @@ class Output:
     """A stored value: a tile, or a row that a reduce step gives.
 
     ``columns`` ``(c0, c1)`` stores only that range of a tile's columns. ``heads`` D stores ``[B, S, H·D]`` as
-    ``[B, H, S, D]``. With ``halves`` columns 2j and 2j + 1 of a head are stored as its columns j and j + D/2.
+    ``[B, H, S, D]``. Each of the ascending ranges ``halves`` (a, b) of a head's columns is stored with its pairs apart: columns
+    a + 2j and a + 2j + 1 as a + j and (a + b)/2 + j.
     """
 
     name: str
@@ -125,7 +126,15 @@ class Output:
     value: str
     columns: tuple[int, int] | None = None
     heads: int | None = None
-    halves: bool = False
+    halves: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def order(self) -> list[int]:
+        """Which column of a head's value is stored at each of its columns."""
+        order = list(range(self.heads or 0))
+        for start, end in self.halves:
+            order[start:end] = [*range(start, end, 2), *range(start + 1, end, 2)]
+        return order
 
 
 @dataclass(frozen=True)
@@ -324,7 +333,8 @@ class EpilogueProgram:
             if output.heads is not None and output.heads < 1:
                 raise ShapeError(f"{where}: heads of {output.heads} columns")
             start = output.columns[0] if output.columns else 0
-            if output.halves and (output.heads is None or output.heads % 2 or start % 2):
+            bounds = [0, *(b for part in output.halves for b in part), output.heads or 0]
+            if output.halves and (bounds != sorted(bounds) or any(b % 2 for b in bounds) or start % 2):
                 raise ShapeError(f"{where}: halves are of heads of an even number of columns, from an even column on")
 
     @cached_property

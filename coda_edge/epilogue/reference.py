@@ -130,4 +130,4 @@ def _store(program: EpilogueProgram, output: Output, value: Array, shape: tuple[
     if rows is None and len(shape) != 3:
         raise ShapeError(f"output '{output.name}' has heads: give a 3-D accumulator or rows_per_batch, not {shape}")
     batched = value.reshape(-1, rows or shape[1], value.shape[-1] // output.heads, output.heads).transpose(0, 2, 1, 3)
-    return np.concatenate([batched[..., ::2], batched[..., 1::2]], -1) if output.halves else batched.copy()
+    return batched[..., output.order]

@@ -4,7 +4,7 @@
 
     program = "(" params ")" "->" "(" outputs ")" "{" steps "}"
     param   = NAME ":" kind ["[" ("position" | "batch" | "period=" INT), ... "]"] dtype
-    output  = NAME ":" kind "=" value ["[" INT ":" INT "]"] ["heads" "[" INT "]" ["halves"]]
+    output  = NAME ":" kind "=" value ["[" INT ":" INT "]"] ["heads" "[" INT "]" ["halves" ["[" INT ":" INT, ... "]"]]]
     step    = NAME "=" op operand... [NAME "=" attribute]...          one a line
     operand = value | float, as Python's repr writes it
 """
@@ -18,7 +18,9 @@ from .program import Argument, Attribute, EpilogueProgram, Kind, Output, Param, 
 
 _PROGRAM = re.compile(r"\s*\((?P<params>[^)]*)\)\s*->\s*\((?P<outputs>[^)]*)\)\s*\{(?P<steps>[^}]*)\}\s*")
 _PARAM = re.compile(r"(\w+): (\w+)(?:\[(?:(position|batch)(?:, )?)?(?:period=(\d+))?\])? (\w+)")
-_OUTPUT = re.compile(r"(\w+): (\w+) = ([\w.]+)(?:\[(\d+):(\d+)\])?(?: heads\[(\d+)\]( halves)?)?")
+_OUTPUT = re.compile(
+    r"(\w+): (\w+) = ([\w.]+)(?:\[(\d+):(\d+)\])?(?: heads\[(\d+)\](?:( halves)(?:\[([\d:, ]+)\])?)?)?"
+)
 _STEP = re.compile(r"(\w+) = (\w+)((?: [^\s=]+)*?)((?: \w+=\S+)*)")
 
 
@@ -36,7 +38,7 @@ def parse_program(text: str) -> EpilogueProgram:
     if match is None:
         raise ShapeError(f"not an epilogue program, expected '(params) -> (outputs) {{ steps }}': {text[:80]!r}")
     params = tuple(_parse_param(p) for p in _split(match["params"], r",(?![^\[]*\])"))
-    outputs = tuple(_parse_output(o) for o in _split(match["outputs"], ","))
+    outputs = tuple(_parse_output(o) for o in _split(match["outputs"], r",(?![^\[]*\])"))
     return EpilogueProgram(params, tuple(_parse_step(s) for s in _split(match["steps"], "\n")), outputs)
 
 
@@ -49,7 +51,8 @@ def _format_param(param: Param) -> str:
 def _format_output(output: Output) -> str:
     columns = f"[{output.columns[0]}:{output.columns[1]}]" if output.columns else ""
     heads = f" heads[{output.heads}]" if output.heads is not None else ""
-    halves = " halves" if output.halves else ""
+    ranges = ", ".join(f"{start}:{end}" for start, end in output.halves)
+    halves = "" if not ranges else " halves" if output.halves == ((0, output.heads),) else f" halves[{ranges}]"
     return f"{output.name}: {output.kind.value} = {output.value}{columns}{heads}{halves}"
 
 
@@ -84,10 +87,18 @@ def _parse_param(text: str) -> Param:
 
 
 def _parse_output(text: str) -> Output:
-    match = _match(_OUTPUT, text, "output", "name: kind = value[c0:c1] heads[D] halves")
-    name, kind, value, start, end, heads, halves = match.groups()
+    match = _match(_OUTPUT, text, "output", "name: kind = value[c0:c1] heads[D] halves[a:b, c:d]")
+    name, kind, value, start, end, heads, halves, ranges = match.groups()
     columns = (int(start), int(end)) if start else None
-    return Output(name, _kind(kind, f"output '{name}'"), value, columns, int(heads) if heads else None, bool(halves))
+    parts = ((int(a), int(b)) for a, b in re.findall(r"(\d+):(\d+)", ranges or f"0:{heads}"))
+    return Output(
+        name,
+        _kind(kind, f"output '{name}'"),
+        value,
+        columns,
+        int(heads) if heads else None,
+        tuple(parts) if halves else (),
+    )
 
 
 def _parse_step(text: str) -> Step:

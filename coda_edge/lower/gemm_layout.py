@@ -74,7 +74,8 @@ class Layout:
         # Bounds of the range that fall within a panel; the end of the last one bounds nothing.
         cuts = [b for b in (begin, end) if b % self.width and b != self.total]
         for (first, count), offset in zip(self.spans, self.offsets, strict=True):
-            bounds = [*cuts, size, begin] if size else cuts
+            halved = (b for part in self.output.halves for b in part)
+            bounds = [*cuts, size, begin, *halved] if size else cuts
             length = math.gcd(count, *bounds, self.width, offset) if bounds else count
             runs = (self._segments(first, at, length, bool(cuts)) for at in range(0, count, length))
             self.segments.append([segment for run in runs for segment in run])
@@ -92,8 +93,19 @@ class Layout:
         within = body.let(column - head * size, "within")
         if not self.output.halves:
             return [Segment(range(offset, stop), body.let(start + within, "at"), inside)]
-        even = body.let(start + tirx.floordiv(within, index(2)), "at")
-        return [
-            Segment(range(offset, stop, 2), even, inside),
-            Segment(range(offset + 1, stop, 2), even + size // 2, inside),
-        ]
+        segments = []
+        plain: Expr | bool = inside
+        for low, high in self.output.halves:
+            here: Expr | bool = inside
+            if (low, high) != (0, size):
+                part = body.let(tirx.And(within >= index(low), within < index(high)), "part")
+                here = part if inside is True else tirx.And(inside, part)
+                plain = tirx.Not(part) if plain is True else tirx.And(plain, tirx.Not(part))
+            even = body.let(start + tirx.floordiv(within + low, index(2)), "at")
+            segments += [
+                Segment(range(offset, stop, 2), even, here),
+                Segment(range(offset + 1, stop, 2), even + (high - low) // 2, here),
+            ]
+        if self.output.halves != ((0, size),):
+            segments.append(Segment(range(offset, stop), body.let(start + within, "at"), plain))
+        return segments
