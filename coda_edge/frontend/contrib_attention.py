@@ -13,11 +13,10 @@ import numpy as np
 
 from .. import ir
 from ..errors import UnsupportedOperator
-from ..symbolic import Dim, divide, same, simplify
+from ..symbolic import Dim, divide, same
 from .attention import Stages, attend, columns, length, merge_heads, rows, split_heads, where
-from .builder import Builder, decomposition
-from .contrib_domain import MICROSOFT
-from .shapes import Call, Type, shape_rule
+from .builder import Builder
+from .composite import MICROSOFT, composite
 
 # What stands in a mask for a padded key, unless the node says otherwise.
 _FILTER = -10000.0
@@ -34,19 +33,7 @@ class _Heads:
     past: ir.Tensor | None
 
 
-@shape_rule("Attention", "QAttention", domain=MICROSOFT)
-def _attention_types(call: Call) -> list[Type]:
-    batch, queries = call.shape(0)[:2]
-    past = 8 if call.node.op == "QAttention" else 4
-    widths = call.attr("qkv_hidden_sizes") or [call.shape(1)[-1] // 3] * 3
-    dtype = call.dtype(3) if call.node.op == "QAttention" else call.dtype()
-    heads = call.attr("num_heads")
-    before = call.shape(past)[3] if call.has(past) else 0
-    present = (2, batch, heads, simplify(before + queries), widths[0] // heads)
-    return [(dtype, (batch, queries, widths[2])), (dtype, present)][: len(call.node.outputs)]
-
-
-@decomposition("Attention", domain=MICROSOFT)
+@composite("Attention")
 def _attention(b: Builder) -> list[ir.Tensor]:
     _refuse_if(b, b.attr("do_rotary", 0), "rotates q and k by angles of its own: export the rotation as operators")
     _refuse_if(b, b.attr("past_present_share_buffer", 0), _SHARED)
@@ -90,8 +77,10 @@ def project_and_attend(
         )
     found = _Heads(q, k, v, widths[0] // heads, None if past is None else b("Shape", past, start=3, end=4))
     stages = _attend(b, found, mask, scores_bias)
-    present = b("Concat", b("Unsqueeze", k, [0]), b("Unsqueeze", v, [0]), axis=0)
-    return [merge_heads(b, stages.y), present][: len(b.node.outputs)]
+    y = merge_heads(b, stages.y)
+    if len(b.node.outputs) == 1:
+        return [y]
+    return [y, b("Concat", b("Unsqueeze", k, [0]), b("Unsqueeze", v, [0]), axis=0)]
 
 
 def _attend(b: Builder, heads: _Heads, mask: ir.Tensor | None, scores_bias: ir.Tensor | None) -> Stages:
@@ -147,56 +136,17 @@ def _by_batch(b: Builder, values: ir.Tensor, dtype: object) -> ir.Tensor:
     return b("Unsqueeze", b.cast(values, np.int64, dtype), [1, 2, 3])
 
 
-@shape_rule("MultiHeadAttention", domain=MICROSOFT)
-def _multi_head_types(call: Call) -> list[Type]:
-    return _separate_types(call, key=1, past=6)
-
-
-@shape_rule("DecoderMaskedMultiHeadAttention", domain=MICROSOFT)
-def _decoder_types(call: Call) -> list[Type]:
-    return _separate_types(call, key=1, past=5)
-
-
-def _separate_types(call: Call, key: int, past: int) -> list[Type]:
-    """Of the result, the present keys and values, and the scores."""
-    heads, query = call.attr("num_heads"), call.shape()
-    batch, queries = query[:2]
-    packed = len(query) == 5 or not call.has(key)
-    if len(query) == 5:
-        depth = value_depth = query[4]
-        keys = queries
-    elif packed:
-        depth = value_depth = _part(query[2], 3 * heads)
-        keys = queries
-    elif len(call.shape(key)) == 4:
-        keys, depth, value_depth = call.shape(key)[2], _part(query[2], heads), call.shape(key + 1)[3]
-    elif len(call.shape(key)) == 5:
-        keys, depth, value_depth = call.shape(key)[1], _part(query[2], heads), call.shape(key)[4]
-    else:
-        keys, depth = call.shape(key)[1], _part(query[2], heads)
-        value_depth = _part(call.shape(key + 1)[2], heads)
-    total = simplify(keys + call.shape(past)[2]) if call.has(past) else keys
-    dtype = call.dtype()
-    types = [
-        (dtype, (batch, queries, simplify(heads * value_depth))),
-        (dtype, (batch, heads, total, depth)),
-        (dtype, (batch, heads, total, value_depth)),
-        (dtype, (batch, heads, queries, total)),
-    ]
-    return types[: len(call.node.outputs)]
-
-
 def _part(width: Dim, parts: int) -> Dim:
     return divide(width, parts) or 0
 
 
-@decomposition("MultiHeadAttention", domain=MICROSOFT)
+@composite("MultiHeadAttention")
 def _multi_head(b: Builder) -> list[ir.Tensor]:
     _refuse_if(b, b.input(8) is not None or b.input(9) is not None, _SHARED)
     return _separate(b, b.input(3), b.input(4), b.input(5), (b.input(6), b.input(7)))
 
 
-@decomposition("DecoderMaskedMultiHeadAttention", domain=MICROSOFT)
+@composite("DecoderMaskedMultiHeadAttention")
 def _decoder(b: Builder) -> list[ir.Tensor]:
     _refuse_if(b, b.attr("past_present_share_buffer", 0) or b.input(9) is not None, _SHARED)
     return _separate(b, b.input(10), b.input(3), b.input(4), (b.input(5), b.input(6)))

@@ -5,76 +5,46 @@ Source: onnxruntime's ContribOperators documentation. Those that fuse whole atte
 
 from __future__ import annotations
 
-import numpy as np
-
 from .. import ir
-from .builder import Builder, decomposition
-from .contrib_domain import MICROSOFT
+from .builder import Builder
+from .composite import composite
 from .decompose import divide_by_rms, gelu, scale_shift, standardize, swish
-from .shape_rules import matmul
-from .shapes import Call, Type, shape_rule
 
 
-@shape_rule("Gelu", "FastGelu", "BiasGelu", "QuickGelu", "SimplifiedLayerNormalization", domain=MICROSOFT)
-def _like_first(call: Call) -> list[Type]:
-    return [(call.dtype(), call.shape())]
-
-
-@shape_rule("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", domain=MICROSOFT)
-def _skip_norm(call: Call) -> list[Type]:
-    dims = call.shape()
-    row: Type = (np.dtype(np.float32), (*dims[:-1], 1))
-    return [(call.dtype(), dims), row, row, (call.dtype(), dims)][: len(call.node.outputs)]
-
-
-@shape_rule("FusedMatMul", domain=MICROSOFT)
-def _fused_matmul(call: Call) -> list[Type]:
-    a, b = call.shape(0), call.shape(1)
-    a = (*a[:-2], a[-1], a[-2]) if call.attr("transA", 0) else a
-    b = (*b[:-2], b[-1], b[-2]) if call.attr("transB", 0) else b
-    return [(call.dtype(), matmul(call, a, b))]
-
-
-@shape_rule("FusedGemm", domain=MICROSOFT)
-def _fused_gemm(call: Call) -> list[Type]:
-    rows = call.shape(0)[1 if call.attr("transA", 0) else 0]
-    return [(call.dtype(), (rows, call.shape(1)[0 if call.attr("transB", 0) else 1]))]
-
-
-@decomposition("Gelu", domain=MICROSOFT)
+@composite("Gelu")
 def _gelu(b: Builder) -> ir.Tensor:
     return gelu(b, b.node.inputs[0], tanh=False)
 
 
-@decomposition("BiasGelu", domain=MICROSOFT)
+@composite("BiasGelu")
 def _bias_gelu(b: Builder) -> ir.Tensor:
     return gelu(b, b("Add", *b.node.inputs), tanh=False)
 
 
-@decomposition("FastGelu", domain=MICROSOFT)
+@composite("FastGelu")
 def _fast_gelu(b: Builder) -> ir.Tensor:
     return gelu(b, scale_shift(b, b.node.inputs[0], None, b.input(1)), tanh=True)
 
 
-@decomposition("QuickGelu", domain=MICROSOFT)
+@composite("QuickGelu")
 def _quick_gelu(b: Builder) -> ir.Tensor:
     return swish(b, b.node.inputs[0], b.attr("alpha", 1.702))
 
 
-@decomposition("SimplifiedLayerNormalization", domain=MICROSOFT)
+@composite("SimplifiedLayerNormalization")
 def _simplified_layer_norm(b: Builder) -> ir.Tensor:
     y = divide_by_rms(b, b.node.inputs[0], [b.rank() - 1], b.attr("epsilon", 1e-5))
     return scale_shift(b, y, b.input(1), None)
 
 
-@decomposition("SkipLayerNormalization", domain=MICROSOFT)
+@composite("SkipLayerNormalization")
 def _skip_layer_norm(b: Builder) -> list[ir.Tensor]:
     total = scale_shift(b, b("Add", b.node.inputs[0], b.node.inputs[1]), None, b.input(4))
     y, mean, deviation = standardize(b, total, [b.rank() - 1], b.attr("epsilon", 1e-5))
     return [scale_shift(b, y, b.input(2), b.input(3)), mean, deviation, total]
 
 
-@decomposition("SkipSimplifiedLayerNormalization", domain=MICROSOFT)
+@composite("SkipSimplifiedLayerNormalization")
 def _skip_simplified_layer_norm(b: Builder) -> list[ir.Tensor] | None:
     if any(t.name and (t.outputs or ir.is_output(b.editor.graph, t)) for t in b.node.outputs[1:3]):
         return None
@@ -83,7 +53,7 @@ def _skip_simplified_layer_norm(b: Builder) -> list[ir.Tensor] | None:
     return [y, total, total, total]
 
 
-@decomposition("FusedMatMul", domain=MICROSOFT)
+@composite("FusedMatMul")
 def _fused_matmul_in_parts(b: Builder) -> ir.Tensor | None:
     if b.attr("transBatchA", 0) or b.attr("transBatchB", 0):
         return None
@@ -98,7 +68,7 @@ def _swapped(b: Builder, x: ir.Tensor, rank: int) -> ir.Tensor:
     return b("Transpose", x, perm=[*range(rank - 2), rank - 1, rank - 2])
 
 
-@decomposition("FusedGemm", domain=MICROSOFT)
+@composite("FusedGemm")
 def _fused_gemm_in_parts(b: Builder) -> ir.Tensor:
     attrs = dict(b.node.attrs)
     activation = str(attrs.pop("activation"))

@@ -6,20 +6,12 @@ import numpy as np
 
 from .. import ir
 from .attention import positions
-from .builder import Builder, decomposition
-from .contrib_domain import MICROSOFT
+from .builder import Builder
+from .composite import composite
 from .decompose import scale_shift, standardize
-from .shapes import Call, Type, shape_rule
 
 
-@shape_rule("EmbedLayerNormalization", domain=MICROSOFT)
-def _types(call: Call) -> list[Type]:
-    batch, length = call.shape()
-    hidden: Type = (call.dtype(2), (batch, length, call.shape(2)[1]))
-    return [hidden, (np.dtype(np.int32), (batch,)), hidden][: len(call.node.outputs)]
-
-
-@decomposition("EmbedLayerNormalization", domain=MICROSOFT)
+@composite("EmbedLayerNormalization")
 def _embed(b: Builder) -> list[ir.Tensor]:
     ids, segments, words, places, kinds, gamma, beta = b.node.inputs[:7]
     at = b.input(8)

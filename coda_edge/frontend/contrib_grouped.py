@@ -11,15 +11,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import sympy
 
 from .. import ir
 from ..errors import UnsupportedOperator
-from ..symbolic import Dim, simplify
 from .attention import INT64, attend, columns, length, merge_heads, repeat_heads, rotate, rows, split_heads, where
-from .builder import Builder, decomposition
-from .contrib_domain import MICROSOFT
-from .shapes import Call, Type, shape_rule
+from .builder import Builder
+from .composite import MICROSOFT, composite
 
 # Inputs beyond the first 12 that change the result: scales of a quantised cache, norms of q and k, lengths of a padded chunk.
 _REFUSED_INPUTS = {
@@ -35,22 +32,7 @@ _BY_SHAPES = (
 )
 
 
-@shape_rule("GroupQueryAttention", domain=MICROSOFT)
-def _types(call: Call) -> list[Type]:
-    heads, shared = call.attr("num_heads"), call.attr("kv_num_heads")
-    batch, queries, width = call.shape()
-    depth = width // (heads if call.has(1) else heads + 2 * shared)
-    total: Dim = queries
-    if call.has(3):
-        value = call.value(6)
-        if value is None:
-            raise UnsupportedOperator(f"{MICROSOFT}::GroupQueryAttention", call.name, _BY_SHAPES)
-        total = simplify(sympy.Max(call.shape(3)[2], value.reshape(-1)[0]))
-    present: Type = (call.dtype(), (batch, shared, total, depth))
-    return [(call.dtype(), (batch, queries, heads * depth)), present, present][: len(call.node.outputs)]
-
-
-@decomposition("GroupQueryAttention", domain=MICROSOFT)
+@composite("GroupQueryAttention")
 def _grouped(b: Builder) -> list[ir.Tensor]:
     _refuse(b)
     heads, shared = b.attr("num_heads", 0), b.attr("kv_num_heads", 0)

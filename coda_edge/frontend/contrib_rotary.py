@@ -7,17 +7,11 @@ import numpy as np
 from .. import ir
 from ..errors import UnsupportedOperator
 from .attention import positions, rotate, split_heads
-from .builder import Builder, decomposition
-from .contrib_domain import MICROSOFT
-from .shapes import Call, Type, shape_rule
+from .builder import Builder
+from .composite import MICROSOFT, composite
 
 
-@shape_rule("RotaryEmbedding", domain=MICROSOFT)
-def _like_first(call: Call) -> list[Type]:
-    return [(call.dtype(), call.shape())]
-
-
-@decomposition("RotaryEmbedding", domain=MICROSOFT)
+@composite("RotaryEmbedding")
 def _rotary(b: Builder) -> ir.Tensor:
     x, at, cos, sin = b.node.inputs
     flat, dims = b.rank() == 3, ir.shape(x)
