@@ -25,6 +25,7 @@ from . import (
 from . import decompose as decompose_basic
 from .branches import inline_branches
 from .builder import decompose
+from .composite import refuse_foreign
 from .constraints import ConstraintSet
 from .fold import Digests, fold_constants, fold_values, inline_constants, merge_constants, merge_nodes
 from .indexing import simplify_indexing
@@ -100,6 +101,7 @@ def to_normal_form(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int | s
     bind(graph, shapes or {})
     ir.remove_dead(graph)
     inline_constants(graph)
+    refuse_foreign(graph)
     # What constants alone determine may be a shape operand that no rule follows.
     fold_constants(graph)
     state = _State()
