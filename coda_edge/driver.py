@@ -17,6 +17,7 @@ from . import __version__, export, frontend
 from .accounting import account
 from .bundle import plan as plans
 from .bundle import writer
+from .calibrate import measure_on
 from .inputs import InputSpec, default_sizes, input_specs
 from .ir import shape
 from .passes import PIPELINE, Pass, PassLog, run_pipeline
@@ -81,7 +82,7 @@ def optimize(
         reference = ort_session(str(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else loaded)
         nudged = [ort_session(m) for m in nudge(loaded)]
         verifier = Verifier.of(specs, reference, nudged, normal.allows)
-    log = _rewrite(graph, verifier if verify == "each" else None, tell)
+    log = _rewrite(graph, verifier, verify == "each", tell)
     tell("export", 0.0)
     exported = export.to_model(graph)
     tell("lower", 0.0)
@@ -111,7 +112,7 @@ def optimize(
         account(loaded, graph, log, lowered, sizes),
         target=chosen.name,
         max_rel_error=error,
-        notes=verifier.notes() if verifier is not None and error is not None else (),
+        notes=[*(verifier.notes() if verifier is not None and error is not None else ()), *log.notes],
         seconds=time.perf_counter() - start,
     )
     return Optimized(bundle, exported, report)
@@ -123,14 +124,14 @@ def _specs(loaded: onnx.ModelProto, graph: gs.Graph) -> list[InputSpec]:
     return [replace(spec, shape=sizes.get(spec.name, spec.shape)) for spec in input_specs(loaded)]
 
 
-def _rewrite(graph: gs.Graph, verifier: Verifier | None, tell: Progress) -> PassLog:
+def _rewrite(graph: gs.Graph, verifier: Verifier | None, each: bool, tell: Progress) -> PassLog:
     def after(done: Pass) -> None:
         tell(f"pass {done.name}", (PIPELINE.index(done) + 1) / len(PIPELINE))
-        if verifier is not None:
+        if verifier is not None and each:
             candidate = ort_session(export.to_model(graph))
             verifier.check(lambda names, feeds: candidate.run(list(names), dict(feeds)), f"pass {done.name}")
 
-    return run_pipeline(graph, after)
+    return run_pipeline(graph, after, None if verifier is None else measure_on([feeds for feeds, _ in verifier.cases]))
 
 
 def _digest(model: Model, loaded: onnx.ModelProto) -> str:

@@ -17,9 +17,9 @@ from . import (
     row_moments,
     sink_reshape,
 )
-from .base import Pass, PassLog, Refusal
+from .base import Measure, Pass, PassLog, Refusal
 
-__all__ = ["PIPELINE", "Pass", "PassLog", "Refusal", "run_pipeline"]
+__all__ = ["PIPELINE", "Measure", "Pass", "PassLog", "Refusal", "run_pipeline"]
 
 #: The passes in the order in which they run on a graph in normal form.
 PIPELINE: tuple[Pass, ...] = (
@@ -36,9 +36,14 @@ PIPELINE: tuple[Pass, ...] = (
 )
 
 
-def run_pipeline(graph: gs.Graph, after_each: Callable[[Pass], None] | None = None) -> PassLog:
-    """Runs all passes on ``graph`` in place and returns their log. ``after_each`` is called after every pass, with it."""
-    log = PassLog()
+def run_pipeline(
+    graph: gs.Graph, after_each: Callable[[Pass], None] | None = None, measure: Measure | None = None
+) -> PassLog:
+    """Runs all passes on ``graph`` in place and returns their log.
+
+    ``after_each`` is called after every pass, with it. ``measure`` gives passes the numbers that their accuracy depends on.
+    """
+    log = PassLog(measure=measure)
     for p in PIPELINE:
         log.rewrites[p.name] = log.rewrites.get(p.name, 0) + p.run(graph, log)
         if after_each is not None:

@@ -13,14 +13,21 @@ column of C W has its mean taken off, ``(x - mean(x)) @ (C W) = x @ centred(C W)
 A column step is followed only on the way to a row factor: the bias or gain of the raw tensor itself stays in the epilogue
 that produces it, where the row statistics are taken.
 
-Conditions: the weights are a constant ``[K, N]``; x, the row factors and the result are floating point of one dtype. Folding is done in float64.
-The centred form loses about log2(|mean| / std) bits of the dot product, no more than storing x in float32 has lost already.
-Refused: half-precision x (|mean| ≫ std would cancel in the sum), and terms that depend on more than one tensor.
+Conditions: the weights are a constant ``[K, N]``; x, the row factors and the result are float32. Folding is done in float64.
+
+Accuracy: what the rank-one terms take off is part of the dot product as long as that is summed. Let ρ be the largest term, for LayerNorm
+|mean| / std, in units of a's root mean square. The K roundings of partial sums, which are a random walk of up to ρ·√K/2 times a
+product that returns to where it began, err by about ``ρ · 2⁻²⁴ · √(K / 18)`` of the result's largest value (the mean of t(1 - t) on [0, 1] is 1/6, a rounding's
+deviation 1/√3 of its largest). ``BOUND`` is the most that is taken: ρ ≤ 36 at K = 384, ρ ≤ 11 at K = 4096. It is measured (``PassLog.measure``); beyond it
+the product reads ``x - mean(x)``, which is made before it: the weights stay centred, so that the mean's own rounding cancels too. Without a
+measurement ρ is taken to be small, and the log says so.
+Refused: weights of other types; beyond the bound, a shift that is no mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,6 +39,7 @@ from coda_edge.ir import (
     Tensor,
     column_value,
     constant_value,
+    consumers,
     in_order,
     producer,
     remove_dead,
@@ -41,6 +49,9 @@ from coda_edge.ir import (
 )
 
 from .base import Pass, PassLog
+
+#: The largest error of a product, as a share of its largest value, that folding a shift into the weights may cause.
+BOUND = 1e-5
 
 #: A product of row tensors ``[…, 1]``, each to the power 1 or -1. Empty: one.
 Rows = tuple[tuple[Tensor, int], ...]
@@ -79,10 +90,72 @@ class Affine:
         return replace(self, terms=(*self.terms, term), trivial=False)
 
 
+@dataclass(frozen=True)
+class _Product:
+    """A MatMul whose left operand is ``affine``."""
+
+    node: gs.Node
+    weights: Array
+    affine: Affine
+
+    @property
+    def shifts(self) -> list[Term]:
+        """The terms that depend on the input."""
+        return [t for t in self.affine.terms if t.rows]
+
+    @property
+    def bound(self) -> float:
+        """The largest shift in units of the left operand's root mean square that float32 bears."""
+        return BOUND / (2.0**-24 * math.sqrt(len(self.affine.column) / 18))
+
+
 def run(graph: gs.Graph, log: PassLog) -> int:
     """Applies the rule to every constant-weight MatMul whose left operand is affine and not raw already."""
     editor = GraphEditor(graph)
+    products = _products(graph, log)
+    shifts = _largest_shifts(graph, log, products)
+    centred = _Centred(editor)
     count = 0
+    for product in products:
+        node = product.node
+        affine = analyse(node.inputs[0])  # again: what it reads may have been rewritten
+        mean = next((t for t in affine.terms if _is_mean(t, affine)), None)
+        shift = shifts.get(id(node), 0.0)
+        if shift > product.bound:
+            reason = (
+                f"rows are up to {shift:.0f} standard deviations off zero in the made-up inputs: in float32, a GEMM over "
+                f"{len(affine.column)} columns takes off {product.bound:.0f} at most"
+            )
+            if mean is None:
+                log.refuse(PASS.name, producer(node.inputs[0]) or node, reason)
+                continue
+            affine = replace(affine, raw=centred.of(affine.raw, log, reason))
+        _rewrite(editor, node, product.weights.astype(np.float64), affine, mean)
+        count += 1
+    if count:
+        remove_dead(graph)
+    return count
+
+
+class _Centred:
+    """Tensors less the means of their rows, each made once."""
+
+    def __init__(self, editor: GraphEditor) -> None:
+        self._editor = editor
+        self._made: dict[int, gs.Variable] = {}
+
+    def of(self, raw: Tensor, log: PassLog, reason: str) -> gs.Variable:
+        """``raw - mean(raw)``, whose node stands on its own for ``reason``."""
+        if id(raw) not in self._made:
+            moments = next(r for r in consumers(raw) if r.op == "RowMoments")
+            made = self._editor.apply("Sub", [raw, moments.outputs[0]], shape(raw), f"{raw.name}.centred")
+            log.refuse(PASS.name, made.inputs[0], reason)
+            self._made[id(raw)] = made
+        return self._made[id(raw)]
+
+
+def _products(graph: gs.Graph, log: PassLog) -> list[_Product]:
+    found = []
     for node in in_order(graph):
         weights = constant_value(node.inputs[1]) if node.op == "MatMul" else None
         if weights is None or weights.ndim != 2:
@@ -91,13 +164,42 @@ def run(graph: gs.Graph, log: PassLog) -> int:
             log.refuse(PASS.name, node, f"weights are {weights.dtype}: norms are absorbed in float32 only")
             continue
         affine = analyse(node.inputs[0])
-        if affine.trivial:
-            continue
-        _rewrite(editor, node, weights.astype(np.float64), affine)
-        count += 1
-    if count:
-        remove_dead(graph)
-    return count
+        if not affine.trivial:
+            found.append(_Product(node, weights, affine))
+    return found
+
+
+def _largest_shifts(graph: gs.Graph, log: PassLog, products: Sequence[_Product]) -> dict[int, float]:
+    """The largest shift of a row that each product would have to take off, by its node; nothing of those without one."""
+    shifted = [p for p in products if p.shifts]
+    if not shifted:
+        return {}
+    if log.measure is None:
+        log.notes.append(
+            f"{len(shifted)} GEMMs take rows' means off in their weights, which was not measured to be accurate: verification does that"
+        )
+        return {}
+    tensors = {t.name: t for p in shifted for t in (p.node.inputs[0], *(r for s in p.shifts for r, _ in s.rows))}
+    largest = {id(p.node): 0.0 for p in shifted}
+    for values in log.measure(graph, list(tensors.values())):
+        case = dict(zip(tensors, values, strict=True))
+        for p in shifted:
+            shift = max(_shift(case, term) for term in p.shifts)
+            scale = _root_mean_square(case[p.node.inputs[0].name])
+            largest[id(p.node)] = max(largest[id(p.node)], shift / scale if scale else 0.0)
+    return largest
+
+
+def _shift(case: Mapping[str, Array], term: Term) -> float:
+    """The largest finite entry of the term's rows, times the root mean square of its column."""
+    with np.errstate(all="ignore"):
+        rows = np.abs(math.prod(case[t.name].astype(np.float64) ** p for t, p in term.rows))
+    return float(rows.max(initial=0.0, where=np.isfinite(rows))) * _root_mean_square(term.column)
+
+
+def _root_mean_square(values: Array) -> float:
+    wide = values[np.isfinite(values)].astype(np.float64)
+    return float(np.sqrt(np.mean(wide * wide))) if wide.size else 0.0
 
 
 def analyse(tensor: Tensor) -> Affine:
@@ -160,14 +262,13 @@ def _div(x: Tensor, other: Tensor, swapped: bool, k: int) -> Affine | None:
 _RULES = {"Add": _add, "Sub": _sub, "Mul": _mul, "Div": _div}
 
 
-def _rewrite(editor: GraphEditor, node: gs.Node, weights: Array, affine: Affine) -> None:
+def _rewrite(editor: GraphEditor, node: gs.Node, weights: Array, affine: Affine, mean: Term | None) -> None:
+    """Lets ``node`` read the raw tensor. The term ``mean`` is taken off by centred weights."""
     out = node.outputs[0]
     dims = shape(out)
     folded = affine.column[:, None] * weights
-    terms = list(affine.terms)
-    mean = next((t for t in terms if _is_mean(t, affine)), None)
+    terms = [t for t in affine.terms if t is not mean]
     if mean is not None:
-        terms = [t for t in terms if t is not mean]
         folded = folded - folded.mean(axis=0, keepdims=True)
     bias = sum((t.column @ weights for t in terms if not t.rows), np.zeros(weights.shape[1]))
     base = node.name or out.name

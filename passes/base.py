@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import onnx_graphsurgeon as gs
+
+from coda_edge.ir import Array, Tensor
+
+Measure: TypeAlias = Callable[[gs.Graph, Sequence[Tensor]], Sequence[Sequence[Array]]]
+"""The values of tensors of the graph, in order, for each of some made-up inputs."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +26,15 @@ class Refusal:
 
 @dataclass
 class PassLog:
-    """What the passes did: rewrites by pass, and refusals with their reasons."""
+    """What the passes did: rewrites by pass, refusals with their reasons, and what else a user must know.
+
+    ``measure``, where there are inputs to measure on, is for passes whose accuracy depends on the numbers.
+    """
 
     rewrites: dict[str, int] = field(default_factory=dict)
     refusals: list[Refusal] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    measure: Measure | None = None
 
     def refuse(self, rule: str, node: gs.Node, reason: str) -> None:
         """Records that ``rule`` does not apply at ``node``, in one line that a user can act on."""

@@ -7,7 +7,9 @@ import pytest
 from coda_edge.passes import PassLog, run_pipeline
 from rewriting import Array, Rewritten, model, normal
 
+import coda_edge
 from coda_edge import frontend
+from coda_edge.bundle import to_bytes
 
 _WIDTH = 24
 _CONSTANTS: dict[str, Array] = {
@@ -97,3 +99,35 @@ def test_a_norm_costs_no_kernel(spelling: str) -> None:
     done = _through_pipeline(_SPELLINGS[spelling])
     assert done.ops() == {"Gemm": 2}
     assert done.error({"a": normal(3, 7, 12), "residual": normal(3, 7, _WIDTH, seed=5)}) < 3e-6
+
+
+@pytest.mark.parametrize(("offset", "kernels"), [(10, 2), (10_000, 3)])
+def test_a_mean_that_is_too_large_for_the_weights_is_taken_off_before(offset: int, kernels: int) -> None:
+    """Whole numbers, so that float64 knows what float32 should have given; weights to which the rounding of a mean is nothing."""
+    gain, weights = (_CONSTANTS[name].astype(np.float64) for name in ("g", "w"))
+    balanced = (weights - gain @ weights / gain.sum()).astype(np.float32)
+    m = model(
+        f"""g (float[B, S, {_WIDTH}] a) => (float[B, S, 40] y)
+        {{ z = Round(a) x = Add(z, offset) {_SPELLINGS["LayerNormalization"]} y = MatMul(y0, w) }}""",
+        _CONSTANTS | {"offset": np.float32(offset), "w": balanced},
+    )
+    done = coda_edge.optimize(m)
+    assert done.report.kernels == kernels
+    assert any("standard deviations off zero" in u.reason for u in done.report.unfused) == (kernels == 3)
+    a = normal(3, 5, _WIDTH, seed=7)
+    x = np.round(a.astype(np.float64))
+    centred = x - x.mean(-1, keepdims=True)
+    norm = centred / np.sqrt((centred * centred).mean(-1, keepdims=True) + 1e-5) * gain + _CONSTANTS["b"]
+    expected = norm @ balanced.astype(np.float64)
+    with coda_edge.Session(to_bytes(done.bundle)) as session:
+        (found,) = session.run(None, {"a": a})
+    assert np.abs(found - expected).max() / np.abs(expected).max() < 2e-6
+
+
+def test_a_shift_that_nobody_measured_is_reported() -> None:
+    m = model(
+        f"g (float[B, {_WIDTH}] x) => (float[B, 40] y) {{ {_SPELLINGS['LayerNormalization']} y = MatMul(y0, w) }}",
+        _CONSTANTS,
+    )
+    assert any("not measured" in note for note in coda_edge.optimize(m, verify=False).report.notes)
+    assert not coda_edge.optimize(m).report.notes
