@@ -65,15 +65,18 @@ class Session:
     """A bundle, ready to run.
 
     ``path_or_bytes``: a file, which is mapped, or its contents, which are copied. ``threads``: how many threads run it; by
-    default the cores that this process may use. Threads may share a session: their runs take turns.
+    default the cores that this process may use. Threads may share a session: their runs take turns. ``seed``: of random operators that
+    have no seed of their own (from 1); by default another one for each session.
 
     Raises ``BundleError`` for a file that is no bundle, damaged or of another version, ``TargetError`` if this CPU lacks
     what the kernels need.
     """
 
-    def __init__(self, path_or_bytes: str | os.PathLike[str] | bytes, threads: int | None = None) -> None:
+    def __init__(
+        self, path_or_bytes: str | os.PathLike[str] | bytes, threads: int | None = None, seed: int | None = None
+    ) -> None:
         source = path_or_bytes if isinstance(path_or_bytes, bytes) else os.fspath(path_or_bytes)
-        self._runtime = _runtime.Session(source, threads or 0)
+        self._runtime = _runtime.Session(source, threads or 0, seed or 0)
         self._inputs = [_Tensor(*tensor) for tensor in self._runtime.tensors(False)]
         self._outputs = [_Tensor(*tensor) for tensor in self._runtime.tensors(True)]
         self._input_names = frozenset(tensor.name for tensor in self._inputs)
@@ -102,25 +105,31 @@ class Session:
         """Bytes of working memory that the last run needed; 0 before the first."""
         return self._runtime.arena_bytes()
 
+    @property
+    def data_sizes(self) -> dict[str, int]:
+        """The sizes that data decided in the last run, by the names that they have in ``get_outputs``; empty before the first."""
+        return self._runtime.data_sizes()
+
+    def seed(self, seed: int) -> None:
+        """Begins the sequence of random numbers anew: the runs that follow draw what depends on ``seed`` alone."""
+        self._runtime.seed(seed)
+
     def run(self, output_names: Sequence[str] | None, feeds: Mapping[str, npt.ArrayLike]) -> list[npt.NDArray[Any]]:
         """Runs the model: the named outputs in that order, or all of them for ``None``.
 
         ``feeds`` maps each input's name to its array; contiguous arrays are read in place. Raises ``ShapeError`` for a
-        missing or unknown name, a wrong element type or dimensions that do not fit, and ``DataError`` for a value that
-        the model cannot process.
+        missing or unknown name, a wrong element type or dimensions that do not fit (those that data decides too), and
+        ``DataError`` for a value that the model cannot process.
         """
         wanted = self._wanted(output_names)
         inputs = self._feed(feeds)
-        results = [
-            np.empty(dims, tensor.dtype)
-            for dims, tensor in zip(self._runtime.shapes(inputs), self._outputs, strict=True)
-        ]
-        outputs = [
-            tensor.in_place(result) if i in wanted else None
-            for i, (tensor, result) in enumerate(zip(self._outputs, results, strict=True))
-        ]
-        self._runtime.run(inputs, outputs)
-        return [results[i] for i in wanted]
+        shapes = self._runtime.shapes(inputs)
+        given = {i: np.empty(shapes[i], self._outputs[i].dtype) for i in wanted if -1 not in shapes[i]}
+        outputs = [t.in_place(given[i]) if i in given else None for i, t in enumerate(self._outputs)]
+        copied = [i for i in dict.fromkeys(wanted) if i not in given]
+        for i, (dims, data) in zip(copied, self._runtime.run(inputs, outputs, copied), strict=True):
+            given[i] = np.frombuffer(data, self._outputs[i].dtype).reshape(dims)
+        return [given[i] for i in wanted]
 
     def profile(self) -> list[StepProfile]:
         """The kernel calls of the last run, in order; empty before the first."""

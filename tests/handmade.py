@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from coda_edge.bundle import Buffer, BufferKind, Bundle, Constraint, ExecutionPlan, PlanStep, Relation, TensorInfo
+from coda_edge.bundle import Buffer, BufferKind, Bundle, Constraint, ExecutionPlan, PlanStep, Read, Relation, TensorInfo
 from coda_edge.symbolic import Dim, parse_dim
 
 # Each kernel has the signature of docs/architecture.md: sizes are ints[0], ints[1], ..., and last begin and end.
@@ -87,6 +87,21 @@ KERNEL(count_items) {
 /* buffers x, y; items are bytes */
 KERNEL(copy_bytes) {
   for (int64_t i = n[0]; i < n[1]; i++) AT(uint8_t, 1)[i] = AT(const uint8_t, 0)[i];
+  return 0;
+}
+
+/* y[0] = how many of x are not zero; buffers x, y; ints size */
+KERNEL(count) {
+  AT(int64_t, 1)[0] = 0;
+  for (int64_t i = 0; i < n[0]; i++) AT(int64_t, 1)[0] += AT(const int64_t, 0)[i] != 0;
+  return 0;
+}
+
+/* where x is not zero, and the run's number; buffers x, y, run; ints size, run */
+KERNEL(nonzero) {
+  int64_t found = 0;
+  for (int64_t i = 0; i < n[0]; i++) if (AT(const int64_t, 0)[i]) AT(int64_t, 1)[found++] = i;
+  AT(int64_t, 2)[0] = n[1];
   return 0;
 }
 
@@ -173,6 +188,11 @@ class HandPlan:
             )
         )
 
+    def read(self, name: str, buffer: int, dtype: str = "int64", element: int = 0) -> None:
+        """From the next step on, size ``name`` is an element of ``buffer``."""
+        self.plan.exprs.data.append(name)
+        self.plan.reads.append(Read(name, len(self.plan.steps), buffer, dtype, element))
+
     def require(self, left: int | str, relation: Relation, right: int | str, text: str) -> None:
         """A new constraint."""
         self.plan.constraints.append(Constraint(relation, self.size(left), self.size(right), text))
@@ -233,3 +253,19 @@ def encoder_reference(ids: np.ndarray, bias: np.ndarray) -> list[np.ndarray]:
     """What ``encoder`` computes."""
     hidden = 3 * encoder_table()[ids] + bias
     return [hidden, hidden.sum(-1, dtype=np.float32)]
+
+
+def places() -> HandPlan:
+    """y = where x is not zero, scaled by 3 in two steps; number = the run's; x int64 [n], y int64 [found], number int64 [1]."""
+    p = HandPlan()
+    x = p.input("x", "int64", "n")
+    number = p.output("number", "int64", 1)
+    found = p.arena("int64", 1)
+    p.step("count", [x, found], ["n"], 1)
+    p.read("found", found)
+    y = p.output("y", "int64", "found")
+    where, twice = p.arena("int64", "found"), p.arena("int64", "found")
+    p.step("nonzero", [x, where, number], ["n", "run number"], 1)
+    p.step("mix", [where, where, twice], [1, "found", "found"], "found")
+    p.step("mix", [twice, where, y], [1, "found", "found"], "found")
+    return p

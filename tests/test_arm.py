@@ -214,7 +214,10 @@ def test_cross_build(name: str, tmp_path: Path) -> None:
         "-fPIC",
     ]
     subprocess.run([*command, "-nostdlib", "k.c", "-lcompiler_rt", "-s", "-o", "k.so"], cwd=tmp_path, check=True)
-    writer.write(handmade.encoder().bundle(library=(tmp_path / "k.so").read_bytes()), tmp_path / "m.coda")
-    command = machine.command(tmp_path / "runtime/check", tmp_path / "m.coda")
+    library = (tmp_path / "k.so").read_bytes()
+    bundles = {"encoder.coda": handmade.encoder(), "places.coda": handmade.places()}
+    for name, plan in bundles.items():
+        writer.write(plan.bundle(library=library), tmp_path / name)
+    command = machine.command(tmp_path / "runtime/check", *(tmp_path / name for name in bundles))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "0 failures\n"), done.stdout + done.stderr

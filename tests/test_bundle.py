@@ -66,7 +66,7 @@ def test_write_is_atomic(tmp_path: Path) -> None:
 
 def test_layout_of_the_file(data: bytes) -> None:
     magic, version, sections, size, _ = fmt.PREFIX.unpack_from(data)
-    assert (magic, version, sections, size) == (b"CODA\r\n\x1a\n", 2, 5, len(data))
+    assert (magic, version, sections, size) == (b"CODA\r\n\x1a\n", 3, 5, len(data))
     entries = [fmt.ENTRY.unpack_from(data, 32 + 56 * i) for i in range(5)]
     assert [e[0] for e in entries] == [0, 1, 2, 3, 4]
     assert all(e[2] % 64 == 0 for e in entries) and entries[4][2] % 4096 == 0
@@ -98,9 +98,9 @@ def test_truncated_and_extended(data: bytes, reader: Callable[[bytes], object]) 
 @pytest.mark.parametrize("reader", READERS)
 def test_other_version(data: bytes, reader: Callable[[bytes], object]) -> None:
     other = bytearray(data)
-    other[8] = 3
+    other[8] = 2
     other[312:344] = sha256(other[:312]).digest()
-    with pytest.raises(BundleError, match=r"format version 3, .* reads version 2: build it again"):
+    with pytest.raises(BundleError, match=r"format version 2, .* reads version 3: build it again"):
         reader(bytes(other))
 
 
@@ -138,7 +138,7 @@ def _set(offset: int, form: str, value: int) -> Callable[[bytearray], None]:
 def _tables(data: bytes) -> dict[str, int]:
     """Where each table of the plan begins in its section."""
     _, _, offset, _, _ = fmt.ENTRY.unpack_from(data, 32)
-    symbols, exprs, inputs, outputs, buffers, kernels, steps, words, _, constraints = fmt.PLAN_HEADER.unpack_from(
+    symbols, exprs, inputs, outputs, buffers, kernels, steps, words, _, constraints, _ = fmt.PLAN_HEADER.unpack_from(
         data, offset
     )
     sizes = {
@@ -151,7 +151,7 @@ def _tables(data: bytes) -> dict[str, int]:
         "words": words * 4,
         "constraints": constraints * 16,
     }
-    starts, at = {}, 40
+    starts, at = {}, 44
     for name, size in sizes.items():
         starts[name] = at
         at += size
@@ -159,7 +159,7 @@ def _tables(data: bytes) -> dict[str, int]:
 
 
 NONSENSE = [
-    ("exprs", 0, "<I", 9, "operator 9"),
+    ("exprs", 0, "<I", 10, "operator 10"),
     ("exprs", 8, "<q", 77, "operand"),
     ("tensors", 4, "<I", 8, "element type 8"),
     ("tensors", 8, "<I", 9, "9 dimensions"),

@@ -257,8 +257,10 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _check(build: Path, folder: Path) -> None:
-    write(handmade.encoder().bundle(), folder / "m.coda")
-    result = subprocess.run([build / "check", folder / "m.coda"], capture_output=True, text=True)
+    write(handmade.encoder().bundle(), folder / "encoder.coda")
+    write(handmade.places().bundle(), folder / "places.coda")
+    command = [build / "check", folder / "encoder.coda", folder / "places.coda"]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "0 failures\n"), result.stdout + result.stderr
 
 

@@ -10,6 +10,7 @@ from .plan import (
     ExprOp,
     ExprTable,
     PlanStep,
+    Read,
     Relation,
     TensorInfo,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "ExprOp",
     "ExprTable",
     "PlanStep",
+    "Read",
     "Relation",
     "TensorInfo",
     "from_bytes",

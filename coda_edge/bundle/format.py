@@ -6,7 +6,7 @@ from enum import IntEnum
 from struct import Struct
 
 MAGIC = b"CODA\r\n\x1a\n"
-VERSION = 2
+VERSION = 3
 
 
 class Section(IntEnum):
@@ -30,8 +30,8 @@ DIGEST_BYTES = 32
 TABLE_BYTES = PREFIX.size + len(Section) * ENTRY.size
 HEADER_BYTES = TABLE_BYTES + DIGEST_BYTES
 
-# symbols, exprs, inputs, outputs, buffers, kernels, steps, words, string bytes, constraints
-PLAN_HEADER = Struct("<10I")
+# symbols, exprs, inputs, outputs, buffers, kernels, steps, words, string bytes, constraints, reads
+PLAN_HEADER = Struct("<11I")
 EXPR = Struct("<IIqq")  # operator, 0, a, b
 TENSOR = Struct("<IIII")  # name, element type, rank, first word of its dims
 BUFFER = Struct("<IIQII")  # kind, size, index, first, last
@@ -39,6 +39,7 @@ BUFFER = Struct("<IIQII")  # kind, size, index, first, last
 STEP = Struct("<IIiIIIIIIIIIII")
 WORD = Struct("<I")
 CONSTRAINT = Struct("<IIII")  # relation, left, right, text
+READ = Struct("<IIIIQ")  # name, step, buffer, element type, element
 
 CONSTANT_ALIGNMENT = 64
 MAX_RANK = 8

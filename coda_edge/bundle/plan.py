@@ -1,5 +1,6 @@
 """The execution plan: what the runtime does, with every size an entry of one expression table.
 
+A size may be an element of a tensor that the plan computes itself: ``Read`` says which, and before which step it is known.
 The plan knows nothing of ONNX or TVM. ``docs/bundle-format.md`` gives its bytes.
 """
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 import sympy
 
 from ..errors import ShapeError
-from ..symbolic import Dim, simplify
+from ..symbolic import Dim, simplify, symbol
 
 
 class ExprOp(IntEnum):
@@ -28,6 +29,8 @@ class ExprOp(IntEnum):
     MOD = 5
     MAX = 6
     MIN = 7
+    DATA = 8  # a: index of the read
+    RUN = 9  # a number that is another one for each run; only an int of a step can be it
 
 
 class BufferKind(IntEnum):
@@ -56,20 +59,26 @@ class Expr:
     b: int = 0
 
 
+#: In a size: the number of the run.
+RUN = symbol("run number")
+
+
 class ExprTable:
-    """Sizes as a table of integer operations, each distinct expression stored once."""
+    """Sizes as a table of integer operations, each distinct expression stored once. ``data``: names of the sizes that are read."""
 
     def __init__(self) -> None:
         self.entries: list[Expr] = []
         self.symbols: list[str] = []
+        self.data: list[str] = []
         self._index: dict[Expr, int] = {}
 
     @classmethod
-    def of(cls, entries: list[Expr], symbols: list[str]) -> ExprTable:
+    def of(cls, entries: list[Expr], symbols: list[str], data: list[str]) -> ExprTable:
         """A table of these entries."""
         table = cls()
         table.entries = entries
         table.symbols = symbols
+        table.data = data
         table._index = {e: i for i, e in enumerate(entries)}
         return table
 
@@ -87,13 +96,17 @@ class ExprTable:
         return self.symbols.index(name)
 
     def evaluate(self, sizes: dict[str, int]) -> list[int]:
-        """Every entry's value, as the runtime computes them."""
+        """Every entry's value, as the runtime computes them; ``sizes`` names those that are read too."""
         values: list[int] = []
         for e in self.entries:
             if e.op == ExprOp.CONST:
                 values.append(e.a)
             elif e.op == ExprOp.SYMBOL:
                 values.append(sizes[self.symbols[e.a]])
+            elif e.op == ExprOp.DATA:
+                values.append(sizes[self.data[e.a]])
+            elif e.op == ExprOp.RUN:
+                values.append(0)
             else:
                 values.append(_EVALUATE[e.op](values[e.a], values[e.b]))
         return values
@@ -115,6 +128,10 @@ class ExprTable:
         if e.is_Integer:
             return self._entry(ExprOp.CONST, int(e))
         if e.is_Symbol:
+            if e == RUN:
+                return self._entry(ExprOp.RUN, 0)
+            if e.name in self.data:
+                return self._entry(ExprOp.DATA, self.data.index(e.name))
             return self._entry(ExprOp.SYMBOL, self.symbol(e.name))
         if e.func in (sympy.floor, sympy.ceiling):
             numerator, denominator = sympy.fraction(sympy.together(e.args[0]))
@@ -209,6 +226,20 @@ class Constraint:
     text: str
 
 
+@dataclass(frozen=True)
+class Read:
+    """A size that data decides: ``element`` of ``buffer``, read when the steps before ``step`` are done.
+
+    ``name`` is its symbol's; number *i* is the size table's ``DATA`` of *i*. ``dtype``: int32 or int64.
+    """
+
+    name: str
+    step: int
+    buffer: int
+    dtype: str = "int64"
+    element: int = 0
+
+
 @dataclass
 class ExecutionPlan:
     """Everything the runtime needs besides constants and kernels."""
@@ -220,6 +251,7 @@ class ExecutionPlan:
     kernels: list[str] = field(default_factory=list)
     steps: list[PlanStep] = field(default_factory=list)
     constraints: list[Constraint] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
 
 
 @dataclass

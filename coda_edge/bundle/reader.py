@@ -22,6 +22,7 @@ from .plan import (
     ExprOp,
     ExprTable,
     PlanStep,
+    Read,
     Relation,
     TensorInfo,
 )
@@ -113,7 +114,7 @@ class _Tables:
         if len(section) < fmt.PLAN_HEADER.size:
             raise ValueError(f"it has {len(section)} bytes, its header alone needs {fmt.PLAN_HEADER.size}")
         counts = fmt.PLAN_HEADER.unpack_from(section)
-        symbols, exprs, self.inputs, outputs, buffers, kernels, steps, words, strings, constraints = counts
+        symbols, exprs, self.inputs, outputs, buffers, kernels, steps, words, strings, constraints, reads = counts
         sizes = [
             fmt.PLAN_HEADER.size,
             exprs * fmt.EXPR.size,
@@ -124,6 +125,7 @@ class _Tables:
             kernels * fmt.WORD.size,
             words * fmt.WORD.size,
             constraints * fmt.CONSTRAINT.size,
+            reads * fmt.READ.size,
             strings,
         ]
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
@@ -132,7 +134,7 @@ class _Tables:
         parts = [section[a:b] for a, b in pairwise(ends)]
         self.exprs, self.tensors, self.buffers, self.steps, self.symbols, self.kernels = parts[:6]
         self.words = [word for (word,) in fmt.WORD.iter_unpack(parts[6])]
-        self.constraints, self.strings = parts[7], bytes(parts[8])
+        self.constraints, self.reads, self.strings = parts[7], parts[8], bytes(parts[9])
 
     def plan(self) -> ExecutionPlan:
         """All tables as the plan's dataclasses."""
@@ -151,12 +153,18 @@ class _Tables:
                 Constraint(Relation(relation), left, right, self.text(text))
                 for relation, left, right, text in fmt.CONSTRAINT.iter_unpack(self.constraints)
             ],
+            reads=[
+                Read(self.text(name), step, buffer, _DTYPE_NAMES[dtype], element)
+                for name, step, buffer, dtype, element in fmt.READ.iter_unpack(self.reads)
+            ],
         )
 
     def size_table(self) -> ExprTable:
         """The size table, ready to be evaluated or extended."""
         return ExprTable.of(
-            [Expr(ExprOp(op), a, b) for op, _, a, b in fmt.EXPR.iter_unpack(self.exprs)], self.names(self.symbols)
+            [Expr(ExprOp(op), a, b) for op, _, a, b in fmt.EXPR.iter_unpack(self.exprs)],
+            self.names(self.symbols),
+            [self.text(name) for name, *_ in fmt.READ.iter_unpack(self.reads)],
         )
 
     def step(self, record: tuple[Any, ...]) -> PlanStep:

@@ -139,6 +139,9 @@ def _pack_plan(plan: ExecutionPlan) -> bytes:
     constraints = b"".join(
         fmt.CONSTRAINT.pack(c.relation, c.left, c.right, pools.string(c.text)) for c in plan.constraints
     )
+    reads = b"".join(
+        fmt.READ.pack(pools.string(r.name), r.step, r.buffer, fmt.DTYPES[r.dtype], r.element) for r in plan.reads
+    )
     strings = pools.strings or b"\0"
     header = fmt.PLAN_HEADER.pack(
         len(plan.exprs.symbols),
@@ -151,8 +154,9 @@ def _pack_plan(plan: ExecutionPlan) -> bytes:
         len(pools.words),
         len(strings),
         len(plan.constraints),
+        len(plan.reads),
     )
-    return b"".join([header, exprs, tensors, buffers, steps, symbols, kernels, words, constraints, strings])
+    return b"".join([header, exprs, tensors, buffers, steps, symbols, kernels, words, constraints, reads, strings])
 
 
 def _check(plan: ExecutionPlan) -> None:

@@ -13,7 +13,8 @@
  * Errors: a function that can fail returns a code, and writes code and message into `error` unless that is NULL. After
  * a failure the object may be used on; only the call failed. The library never exits, and prints nothing.
  *
- * Memory: `coda_session_run` allocates nothing when it meets a shape that it has met before.
+ * Memory: `coda_session_run` allocates nothing when it meets a shape that it has met before. Where data decides sizes, it
+ * allocates as well when one is larger than ever before.
  */
 #ifndef CODA_H
 #define CODA_H
@@ -119,6 +120,7 @@ typedef struct coda_session_options {
   int32_t threads; /* 0: the cores that this process may use */
   int32_t spin_us; /* how long idle workers spin before they sleep; -1: the default, 500 */
   const coda_allocator *allocator; /* NULL: the system's; copied, its context must outlive the session */
+  uint64_t seed; /* of random operators that have no seed of their own; 0: another one for each session */
 } coda_session_options;
 
 /* --- library ------------------------------------------------------------------------------------------------------ */
@@ -184,20 +186,29 @@ CODA_API void coda_session_free(coda_session *session);
 
 CODA_API int32_t coda_session_threads(const coda_session *session);
 
+/* Begins the sequence of random numbers anew: what the runs that follow draw depends on `seed` and their number alone. */
+CODA_API coda_code coda_session_seed(coda_session *session, uint64_t seed, coda_error *error);
+
 /* The outputs' types and dimensions for these inputs, without running: fills dtype, rank, dims and bytes of each
- * output, and leaves data alone. The data of inputs is not read. */
+ * output, and leaves data alone. The data of inputs is not read: a dimension that depends on it is -1, and the bytes of
+ * such an output are 0. */
 CODA_API coda_code coda_session_shapes(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs,
                                        coda_error *error);
 
 /* Runs the model. `inputs` and `outputs` are in the model's order, one for each input and output.
  * An output with data is written there; its `bytes` must suffice, and it may overlap no other tensor. An output whose
  * data is NULL is set to memory of the session, which is valid until the next run or the session's end.
- * dtype, rank, dims and bytes of every output are filled. */
+ * dtype, rank, dims and bytes of every output are filled. Where data decides an output's dimensions, only the run itself
+ * can tell whether memory that was given suffices: with CODA_ERROR_SHAPE it does not. */
 CODA_API coda_code coda_session_run(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs,
                                     coda_error *error);
 
 /* The steps of the last run, in order, into steps[0, capacity); returns how many there are: 0 before the first run. */
 CODA_API size_t coda_session_profile(const coda_session *session, coda_step_profile *steps, size_t capacity);
+
+/* Size `index` that data decided in the last run, and its name in the model's shapes ("frames"); returns 0, or -1 when
+ * there is none. */
+CODA_API int coda_session_data_size(const coda_session *session, size_t index, const char **name, int64_t *value);
 
 /* Bytes of working memory that the last run needed: activations packed by liveness. */
 CODA_API size_t coda_session_arena_bytes(const coda_session *session);

@@ -17,6 +17,11 @@ namespace nb = nanobind;
 
 namespace {
 
+// Strings of a bundle should be UTF-8; one that is not must still be shown.
+nb::str text(const char *s) {
+  return nb::steal<nb::str>(PyUnicode_DecodeUTF8(s, (Py_ssize_t)std::strlen(s), "replace"));
+}
+
 [[noreturn]] void raise(const coda_error &error) {
   static const std::map<coda_code, const char *> classes = {
       {CODA_ERROR_FILE, "BundleError"}, {CODA_ERROR_BUNDLE, "BundleError"}, {CODA_ERROR_TARGET, "TargetError"},
@@ -28,14 +33,9 @@ namespace {
     const auto found = classes.find(error.code);
     const nb::object type =
         nb::module_::import_("coda_edge.errors").attr(found == classes.end() ? "CodaError" : found->second);
-    PyErr_SetString(type.ptr(), error.message);
+    PyErr_SetObject(type.ptr(), text(error.message).ptr());
   }
   throw nb::python_error();
-}
-
-// Strings of a bundle should be UTF-8; one that is not must still be shown.
-nb::str text(const char *s) {
-  return nb::steal<nb::str>(PyUnicode_DecodeUTF8(s, (Py_ssize_t)std::strlen(s), "replace"));
 }
 
 // A run's tensors, and the buffers that keep their memory in place.
@@ -76,7 +76,7 @@ private:
 
 class Session {
 public:
-  Session(const nb::object &source, int32_t threads) {
+  Session(const nb::object &source, int32_t threads, uint64_t seed) {
     coda_error error;
     coda_code code;
     if (nb::isinstance<nb::bytes>(source)) {
@@ -97,6 +97,7 @@ public:
       options.size = sizeof options;
       options.threads = threads;
       options.spin_us = -1;
+      options.seed = seed;
       code = coda_session_create(model_, &options, &session_, &error);
     }
     if (code != CODA_OK) {
@@ -169,12 +170,40 @@ public:
     return result;
   }
 
-  void run(const nb::list &inputs, const nb::list &outputs) {
+  // The outputs numbered `copied`, whose sizes only the run tells, are returned.
+  nb::list run(const nb::list &inputs, const nb::list &outputs, const std::vector<size_t> &copied) {
     const Tensors given(inputs, false);
     Tensors results(outputs, true);
+    nb::list copies;
     call([&](coda_error *error) {
-      return coda_session_run(session_, given.tensors.data(), results.tensors.data(), error);
+      const coda_code code = coda_session_run(session_, given.tensors.data(), results.tensors.data(), error);
+      if (code == CODA_OK && !copied.empty()) {
+        nb::gil_scoped_acquire acquire; // no thread waits for the mutex with the GIL
+        for (const size_t i : copied)
+          copies.append(copy(results.tensors.at(i)));
+      }
+      return code;
     });
+    return copies;
+  }
+
+  void seed(uint64_t seed) {
+    call([&](coda_error *error) { return coda_session_seed(session_, seed, error); });
+  }
+
+  nb::dict data_sizes() {
+    std::vector<std::pair<const char *, int64_t>> sizes;
+    call([&](coda_error *) {
+      const char *name;
+      int64_t value;
+      while (coda_session_data_size(session_, sizes.size(), &name, &value) == 0)
+        sizes.emplace_back(name, value);
+      return CODA_OK;
+    });
+    nb::dict result;
+    for (const auto &[name, value] : sizes)
+      result[text(name)] = value;
+    return result;
   }
 
   nb::list profile() {
@@ -205,6 +234,17 @@ public:
   }
 
 private:
+  // (dims, data)
+  static nb::tuple copy(const coda_tensor &tensor) {
+    nb::list dims;
+    for (int32_t axis = 0; axis < tensor.rank; axis++)
+      dims.append(tensor.dims[axis]);
+    PyObject *data = PyByteArray_FromStringAndSize((const char *)tensor.data, (Py_ssize_t)tensor.bytes);
+    if (!data)
+      throw nb::python_error();
+    return nb::make_tuple(nb::tuple(dims), nb::steal<nb::object>(data));
+  }
+
   void check_open() const {
     if (!session_)
       raise({CODA_ERROR_ARGUMENT, "the session is closed: open the bundle again"});
@@ -244,14 +284,17 @@ NB_MODULE(_runtime, m) {
   m.def("cpu_cores", &coda_cpu_cores, "How many cores this process may use.");
   m.def("dtype_name", &coda_dtype_name, nb::arg("dtype"), "numpy's name of an element type given by its ONNX number.");
   nb::class_<Session>(m, "Session")
-      .def(nb::init<nb::object, int32_t>(), nb::arg("source"), nb::arg("threads"))
+      .def(nb::init<nb::object, int32_t, uint64_t>(), nb::arg("source"), nb::arg("threads"), nb::arg("seed"))
       .def("close", &Session::close)
       .def("tensors", &Session::tensors, nb::arg("outputs"),
            "(name, element type, dims) of each input, or of each output.")
       .def("metadata", &Session::metadata)
       .def("shapes", &Session::shapes, nb::arg("inputs"),
-           "The outputs' dims for inputs given as (element type, array) or None.")
-      .def("run", &Session::run, nb::arg("inputs"), nb::arg("outputs"))
+           "The outputs' dims for inputs given as (element type, array) or None; -1 where data decides.")
+      .def("run", &Session::run, nb::arg("inputs"), nb::arg("outputs"), nb::arg("copied"),
+           "Runs, and returns (dims, data) of the outputs numbered `copied`.")
+      .def("seed", &Session::seed, nb::arg("seed"))
+      .def("data_sizes", &Session::data_sizes, "What data decided in the last run, by name.")
       .def("profile", &Session::profile, "(name, seconds, flops, bytes) of each step of the last run.")
       .def("threads", &Session::threads)
       .def("arena_bytes", &Session::arena_bytes);

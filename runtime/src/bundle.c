@@ -9,7 +9,7 @@
 #include "sha256.h"
 
 enum {
-  VERSION = 2,
+  VERSION = 3,
   PREFIX = 32,
   ENTRY = 56,
   TABLE_END = PREFIX + SECTION_COUNT * ENTRY,

@@ -10,8 +10,8 @@
 
 size_t coda_layout_bytes(const coda_plan *plan) {
   const size_t words = (size_t)plan->dim_count + plan->expr_count + plan->input_count + plan->output_count +
-                       plan->buffer_count + plan->int_count + plan->operand_count;
-  return (words + 1) * sizeof(int64_t);
+                       plan->buffer_count + plan->int_count + plan->operand_count + plan->read_count;
+  return (words + 1) * sizeof(int64_t) + plan->phase_count * sizeof(coda_arena);
 }
 
 void coda_layout_attach(coda_layout *layout, const coda_plan *plan, void *memory) {
@@ -22,6 +22,8 @@ void coda_layout_attach(coda_layout *layout, const coda_plan *plan, void *memory
   layout->offsets = layout->tensor_bytes + plan->input_count + plan->output_count;
   layout->ints = layout->offsets + plan->buffer_count;
   layout->addresses = (uint64_t *)(layout->ints + plan->int_count);
+  layout->data = (int64_t *)(layout->addresses + plan->operand_count);
+  layout->arenas = (coda_arena *)(layout->data + plan->read_count);
 }
 
 /* --- inputs ------------------------------------------------------------------------------------------------------- */
@@ -80,7 +82,7 @@ static coda_code evaluate(coda_layout *layout, const coda_plan *plan, const coda
   }
   for (uint32_t s = 0; s < plan->symbol_count; s++)
     symbols[s] = inputs[plan->bindings[s].input].dims[plan->bindings[s].axis];
-  return coda_plan_evaluate(plan, symbols, layout->values, error);
+  return coda_plan_evaluate(plan, 0, symbols, layout->data, layout->values, error);
 }
 
 static coda_code wrong_dimension(const coda_layout *layout, const coda_plan *plan, uint32_t input, uint32_t axis,
@@ -128,9 +130,11 @@ static coda_code broken(const coda_layout *layout, const coda_plan *plan, const 
                    right_text, right, c->text);
 }
 
-static coda_code check_constraints(const coda_layout *layout, const coda_plan *plan, coda_error *error) {
+static coda_code check_constraints(const coda_layout *layout, const coda_plan *plan, uint32_t phase, coda_error *error) {
   for (uint32_t i = 0; i < plan->constraint_count; i++) {
     const plan_constraint *c = &plan->constraints[i];
+    if (c->phase != phase)
+      continue;
     const int64_t left = layout->values[c->left], right = layout->values[c->right];
     if (c->relation == RELATION_AT_MOST ? left > right : left != right)
       return broken(layout, plan, c, error);
@@ -155,9 +159,11 @@ static coda_code measure_tensor(const coda_layout *layout, const plan_tensor *te
   return CODA_OK;
 }
 
-static coda_code check_buffers(const coda_layout *layout, const coda_plan *plan, coda_error *error) {
+static coda_code check_buffers(const coda_layout *layout, const coda_plan *plan, uint32_t phase, coda_error *error) {
   for (uint32_t i = 0; i < plan->buffer_count; i++) {
     const plan_buffer *b = &plan->buffers[i];
+    if (b->phase != phase)
+      continue;
     const int64_t size = layout->values[b->size];
     if (size < 0 || size > INT64_MAX / 2)
       return coda_fail(error, CODA_ERROR_SHAPE, "buffer %" PRIu32 " would have %" PRId64 " bytes for these inputs", i,
@@ -173,18 +179,20 @@ static coda_code check_buffers(const coda_layout *layout, const coda_plan *plan,
   return CODA_OK;
 }
 
-static coda_code measure(coda_layout *layout, const coda_plan *plan, coda_error *error) {
+static coda_code measure(coda_layout *layout, const coda_plan *plan, uint32_t phase, coda_error *error) {
   coda_code code = CODA_OK;
-  for (uint32_t i = 0; i < plan->input_count && !code; i++)
+  for (uint32_t i = 0; i < plan->input_count && !phase && !code; i++)
     code = measure_tensor(layout, &plan->inputs[i], &layout->tensor_bytes[i], error);
   for (uint32_t i = 0; i < plan->output_count && !code; i++)
-    code = measure_tensor(layout, &plan->outputs[i], &layout->tensor_bytes[plan->input_count + i], error);
+    if (plan->outputs[i].phase == phase)
+      code = measure_tensor(layout, &plan->outputs[i], &layout->tensor_bytes[plan->input_count + i], error);
   if (!code)
-    code = check_buffers(layout, plan, error);
+    code = check_buffers(layout, plan, phase, error);
   int64_t *ints = layout->ints;
-  layout->scratch_bytes = 0;
-  for (uint32_t i = 0; i < plan->step_count && !code; i++) {
+  for (uint32_t i = 0; i < plan->step_count && !code; ints += plan->steps[i].int_count, i++) {
     const plan_step *s = &plan->steps[i];
+    if (s->phase != phase)
+      continue;
     const int64_t items = layout->values[s->items], scratch = layout->values[s->scratch];
     if (items < 0 || scratch < 0 || scratch > INT32_MAX)
       code = coda_fail(error, CODA_ERROR_SHAPE,
@@ -193,7 +201,8 @@ static coda_code measure(coda_layout *layout, const coda_plan *plan, coda_error 
     else if ((size_t)scratch > layout->scratch_bytes)
       layout->scratch_bytes = (size_t)scratch;
     for (uint32_t k = 0; k < s->int_count; k++)
-      *ints++ = layout->values[s->ints[k]];
+      if (plan->exprs[s->ints[k]].op != EXPR_RUN) /* which each run sets */
+        ints[k] = layout->values[s->ints[k]];
   }
   return code;
 }
@@ -237,19 +246,20 @@ static int64_t best_offset(const coda_layout *layout, const coda_plan *plan, con
   return best >= 0 ? best : end;
 }
 
-static coda_code pack(coda_layout *layout, const coda_plan *plan, uint32_t *order, coda_error *error) {
+static coda_code pack(coda_layout *layout, const coda_plan *plan, uint32_t phase, uint32_t *order, coda_error *error) {
+  size_t *bytes = &layout->arenas[phase].bytes;
   uint32_t count = 0, placed_count = 0;
   uint32_t *placed = order + plan->buffer_count;
   int64_t total = 0;
   for (uint32_t i = 0; i < plan->buffer_count; i++)
-    if (plan->buffers[i].kind == BUFFER_ARENA) {
+    if (plan->buffers[i].kind == BUFFER_ARENA && plan->buffers[i].phase == phase) {
       order[count++] = i;
       if (__builtin_add_overflow(total, padded(layout, &plan->buffers[i]),
                                  &total)) /* so that no offset below can overflow */
         return coda_fail(error, CODA_ERROR_SHAPE, "the arena would be larger than 64 bits count for these inputs");
     }
   sort_by_size(layout, plan, order, count);
-  layout->arena_bytes = 0;
+  *bytes = 0;
   for (uint32_t i = 0; i < count; i++) {
     const plan_buffer *b = &plan->buffers[order[i]];
     const int64_t offset = best_offset(layout, plan, b, placed, placed_count);
@@ -259,36 +269,92 @@ static coda_code pack(coda_layout *layout, const coda_plan *plan, uint32_t *orde
       placed[k] = placed[k - 1];
     placed[k] = order[i];
     const size_t end = (size_t)(offset + padded(layout, b));
-    if (end > layout->arena_bytes)
-      layout->arena_bytes = end;
+    if (end > *bytes)
+      *bytes = end;
   }
   return CODA_OK;
+}
+
+/* All of a phase behind its sizes. */
+static coda_code lay_out(coda_layout *layout, const coda_plan *plan, uint32_t phase, uint32_t *order,
+                         coda_error *error) {
+  coda_code code = check_constraints(layout, plan, phase, error);
+  if (!code)
+    code = measure(layout, plan, phase, error);
+  if (!code)
+    code = pack(layout, plan, phase, order, error);
+  layout->arenas[phase].memory = NULL;
+  if (!code)
+    layout->phases = phase + 1;
+  return code;
 }
 
 coda_code coda_layout_make(coda_layout *layout, const coda_plan *plan, const coda_tensor *inputs, uint32_t *order,
                            coda_error *error) {
   layout->used = 0;
-  layout->arena = NULL;
+  layout->phases = 0;
+  layout->scratch_bytes = 0;
   coda_code code = evaluate(layout, plan, inputs, error);
   if (!code)
     code = check_dimensions(layout, plan, error);
-  if (!code)
-    code = check_constraints(layout, plan, error);
-  if (!code)
-    code = measure(layout, plan, error);
-  return code ? code : pack(layout, plan, order, error);
+  return code ? code : lay_out(layout, plan, 0, order, error);
 }
 
-void coda_layout_place(coda_layout *layout, const coda_plan *plan, const uint8_t *constants, const uint8_t *arena) {
+/* The value of a read; its buffer may be smaller than the plan believed. */
+static coda_code read_size(const coda_layout *layout, const coda_plan *plan, const plan_read *r,
+                           const coda_tensor *inputs, const coda_tensor *outputs, int64_t *value, coda_error *error) {
+  const plan_buffer *b = &plan->buffers[r->buffer];
+  const size_t width = coda_dtype_size(r->dtype);
+  if (r->element >= (uint64_t)layout->values[b->size] / width)
+    return coda_fail(error, CODA_ERROR_SHAPE, "size '%s' is element %" PRIu64 " of a tensor of %" PRId64 " bytes",
+                     r->name, r->element, layout->values[b->size]);
+  const uint8_t *data = b->kind == BUFFER_INPUT    ? inputs[b->index].data
+                        : b->kind == BUFFER_OUTPUT ? outputs[b->index].data
+                                                   : layout->arenas[b->phase].memory + layout->offsets[r->buffer];
+  int32_t narrow;
+  if (r->dtype == CODA_INT64) {
+    memcpy(value, data + r->element * width, width);
+  } else {
+    memcpy(&narrow, data + r->element * width, width);
+    *value = narrow;
+  }
+  return CODA_OK;
+}
+
+coda_code coda_layout_continue(coda_layout *layout, const coda_plan *plan, uint32_t phase, const coda_tensor *inputs,
+                               const coda_tensor *outputs, uint32_t *order, coda_error *error) {
+  bool known = layout->phases > phase;
+  for (uint32_t i = 0; i < plan->read_count; i++) {
+    int64_t value = 0;
+    if (plan->reads[i].phase != phase)
+      continue;
+    if (read_size(layout, plan, &plan->reads[i], inputs, outputs, &value, error)) {
+      layout->phases = phase;
+      return CODA_ERROR_SHAPE;
+    }
+    known = known && layout->data[i] == value;
+    layout->data[i] = value;
+  }
+  if (known)
+    return CODA_OK;
+  layout->phases = phase;
+  coda_code code = coda_plan_evaluate(plan, phase, NULL, layout->data, layout->values, error);
+  return code ? code : lay_out(layout, plan, phase, order, error);
+}
+
+void coda_layout_place(coda_layout *layout, const coda_plan *plan, uint32_t phase, const uint8_t *constants,
+                       const uint8_t *arena) {
   uint64_t *address = layout->addresses;
   for (uint32_t i = 0; i < plan->step_count; i++)
     for (uint32_t k = 0; k < plan->steps[i].buffer_count; k++, address++) {
       const uint32_t index = plan->steps[i].buffers[k];
       const plan_buffer *b = &plan->buffers[index];
+      if (b->phase != phase)
+        continue;
       if (b->kind == BUFFER_CONSTANT)
         *address = (uintptr_t)(constants + b->index);
       else if (b->kind == BUFFER_ARENA)
         *address = (uintptr_t)(arena + layout->offsets[index]);
     }
-  layout->arena = arena;
+  layout->arenas[phase].memory = arena;
 }

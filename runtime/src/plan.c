@@ -9,13 +9,14 @@
 #include "bytes.h"
 
 enum {
-  HEADER = 40,
+  HEADER = 44,
   EXPR = 24,
   TENSOR = 16,
   BUFFER = 24,
   STEP = 56,
   WORD = 4,
   CONSTRAINT = 16,
+  READ = 24,
   CONSTANT_ALIGNMENT = 64
 };
 
@@ -23,7 +24,7 @@ enum {
 
 /* The section's tables as bytes. */
 typedef struct {
-  const uint8_t *exprs, *tensors, *buffers, *steps, *symbols, *kernels, *words, *constraints;
+  const uint8_t *exprs, *tensors, *buffers, *steps, *symbols, *kernels, *words, *constraints, *reads;
   const char *strings;
   uint32_t string_bytes;
 } raw_tables;
@@ -33,7 +34,7 @@ static coda_code locate(coda_plan *plan, raw_tables *raw, const uint8_t *data, s
     return BAD("it has %zu bytes, its header alone needs %d", size, HEADER);
   uint32_t *const counts[] = {&plan->symbol_count, &plan->expr_count,      &plan->input_count, &plan->output_count,
                               &plan->buffer_count, &plan->kernel_count,    &plan->step_count,  &plan->word_count,
-                              &raw->string_bytes,  &plan->constraint_count};
+                              &raw->string_bytes,  &plan->constraint_count, &plan->read_count};
   for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
     *counts[i] = coda_u32(data + 4 * i);
   if (plan->symbol_count > CODA_MAX_SYMBOLS)
@@ -51,8 +52,9 @@ static coda_code locate(coda_plan *plan, raw_tables *raw, const uint8_t *data, s
       {&raw->kernels, (uint64_t)plan->kernel_count * WORD},
       {&raw->words, (uint64_t)plan->word_count * WORD},
       {&raw->constraints, (uint64_t)plan->constraint_count * CONSTRAINT},
+      {&raw->reads, (uint64_t)plan->read_count * READ},
   };
-  uint64_t offset = HEADER; /* cannot overflow: nine products of 32 bits and less than 64 */
+  uint64_t offset = HEADER; /* cannot overflow: ten products of 32 bits and less than 64 */
   for (size_t i = 0; i < sizeof tables / sizeof *tables; i++) {
     if (tables[i].bytes > size - offset)
       return BAD("its tables need more than its %zu bytes", size);
@@ -78,6 +80,8 @@ static bool allocate(coda_plan *plan) {
          (plan->kernels = calloc(plan->kernel_count + spare, sizeof *plan->kernels)) &&
          (plan->steps = calloc(plan->step_count + spare, sizeof *plan->steps)) &&
          (plan->constraints = calloc(plan->constraint_count + spare, sizeof *plan->constraints)) &&
+         (plan->reads = calloc(plan->read_count + spare, sizeof *plan->reads)) &&
+         (plan->phases = calloc((size_t)plan->read_count + 2, sizeof *plan->phases)) &&
          (plan->words = calloc(plan->word_count + spare, sizeof *plan->words));
 }
 
@@ -112,18 +116,81 @@ static coda_code check_entry(uint32_t index, uint32_t limit, const char *what, c
   return index < limit ? CODA_OK : BAD("%s is entry %" PRIu32 " of %" PRIu32, what, index, limit);
 }
 
+static uint32_t greater(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+/* The phases, and the reads as far as buffers are not needed. */
+static coda_code read_reads(coda_plan *plan, const raw_tables *raw, coda_error *error) {
+  plan->phase_count = 1;
+  for (uint32_t i = 0; i < plan->read_count; i++) {
+    const uint8_t *p = raw->reads + READ * (size_t)i;
+    plan_read *r = &plan->reads[i];
+    *r = (plan_read){.step = coda_u32(p + 4),
+                     .buffer = coda_u32(p + 8),
+                     .dtype = (int32_t)coda_u32(p + 12),
+                     .element = coda_u64(p + 16)};
+    if (read_string(raw, coda_u32(p), &r->name, error))
+      return CODA_ERROR_BUNDLE;
+    if (r->step >= plan->step_count || (i && r->step < plan->reads[i - 1].step))
+      return BAD("size '%s' is read before step %" PRIu32 " of %" PRIu32 ", or out of order", r->name, r->step,
+                 plan->step_count);
+    if (r->buffer >= plan->buffer_count || (r->dtype != CODA_INT32 && r->dtype != CODA_INT64))
+      return BAD("size '%s' is of type %" PRId32 " in buffer %" PRIu32 " of %" PRIu32, r->name, r->dtype, r->buffer,
+                 plan->buffer_count);
+    if (i == 0 || r->step != plan->reads[i - 1].step)
+      plan->phases[plan->phase_count++] = r->step;
+    r->phase = plan->phase_count - 1;
+  }
+  plan->phases[plan->phase_count] = plan->step_count;
+  return CODA_OK;
+}
+
+static uint32_t phase_of_step(const coda_plan *plan, uint32_t step) {
+  uint32_t phase = 0, end = plan->phase_count;
+  while (end - phase > 1) {
+    const uint32_t middle = phase + (end - phase) / 2;
+    if (plan->phases[middle] <= step)
+      phase = middle;
+    else
+      end = middle;
+  }
+  return phase;
+}
+
+/* A read gets a value that an earlier phase has computed, from memory that still holds it. */
+static coda_code check_reads(const coda_plan *plan, coda_error *error) {
+  for (uint32_t i = 0; i < plan->read_count; i++) {
+    const plan_read *r = &plan->reads[i];
+    const plan_buffer *b = &plan->buffers[r->buffer];
+    const bool computed = (b->kind == BUFFER_ARENA && b->first < r->step && b->last + 1 >= r->step) ||
+                          (b->kind == BUFFER_OUTPUT && b->phase < r->phase);
+    if (b->kind != BUFFER_INPUT && !computed)
+      return BAD("size '%s' is read from buffer %" PRIu32 ", which does not hold it", r->name, r->buffer);
+  }
+  return CODA_OK;
+}
+
+static uint32_t phase_of(const plan_expr *e, const coda_plan *plan) {
+  switch (e->op) {
+  case EXPR_CONST:
+  case EXPR_SYMBOL: return 0;
+  case EXPR_DATA: return plan->reads[e->a].phase;
+  case EXPR_RUN: return NEVER;
+  default: return greater(plan->exprs[e->a].phase, plan->exprs[e->b].phase);
+  }
+}
+
 static coda_code read_exprs(coda_plan *plan, const raw_tables *raw, coda_error *error) {
   for (uint32_t i = 0; i < plan->expr_count; i++) {
     const uint8_t *p = raw->exprs + EXPR * (size_t)i;
     plan_expr *e = &plan->exprs[i];
-    *e = (plan_expr){coda_u32(p), (int64_t)coda_u64(p + 8), (int64_t)coda_u64(p + 16)};
+    *e = (plan_expr){coda_u32(p), 0, (int64_t)coda_u64(p + 8), (int64_t)coda_u64(p + 16)};
     if (e->op >= EXPR_OPS || coda_u32(p + 4) != 0)
       return BAD("size entry %" PRIu32 " has operator %" PRIu32, i, e->op);
-    if (e->op == EXPR_CONST)
-      continue;
-    const int64_t limit = e->op == EXPR_SYMBOL ? plan->symbol_count : i;
-    if (e->a < 0 || e->a >= limit || (e->op != EXPR_SYMBOL && (e->b < 0 || e->b >= limit)))
+    const bool number = e->op == EXPR_CONST || e->op == EXPR_RUN, name = e->op == EXPR_SYMBOL || e->op == EXPR_DATA;
+    const int64_t limit = e->op == EXPR_SYMBOL ? plan->symbol_count : e->op == EXPR_DATA ? plan->read_count : i;
+    if (!number && (e->a < 0 || e->a >= limit || (!name && (e->b < 0 || e->b >= limit))))
       return BAD("size entry %" PRIu32 " has an operand that is not before it", i);
+    e->phase = phase_of(e, plan);
     if (e->op == EXPR_FLOORDIV || e->op == EXPR_MOD) {
       const plan_expr *divisor = &plan->exprs[e->b];
       if (divisor->op == EXPR_CONST && divisor->a <= 0)
@@ -148,6 +215,10 @@ static coda_code read_tensors(coda_plan *plan, const raw_tables *raw, coda_error
       return BAD("tensor '%s' has %" PRIu32 " dimensions, at most %d can be", t->name, t->rank, CODA_MAX_RANK);
     if (read_words(plan, coda_u32(p + 12), t->rank, plan->expr_count, "a tensor's dimensions", &t->dims, error))
       return CODA_ERROR_BUNDLE;
+    for (uint32_t axis = 0; axis < t->rank; axis++)
+      t->phase = greater(t->phase, plan->exprs[t->dims[axis]].phase);
+    if (t->phase >= (input ? 1 : plan->phase_count))
+      return BAD("tensor '%s' has a dimension that is not known when it must be", t->name);
     if (input)
       plan->dim_count += t->rank;
   }
@@ -172,7 +243,7 @@ static coda_code read_buffers(coda_plan *plan, const raw_tables *raw, size_t con
   for (uint32_t i = 0; i < plan->buffer_count; i++) {
     const uint8_t *p = raw->buffers + BUFFER * (size_t)i;
     plan_buffer *b = &plan->buffers[i];
-    *b = (plan_buffer){coda_u32(p), coda_u32(p + 4), coda_u64(p + 8), coda_u32(p + 16), coda_u32(p + 20)};
+    *b = (plan_buffer){coda_u32(p), coda_u32(p + 4), coda_u64(p + 8), coda_u32(p + 16), coda_u32(p + 20), 0};
     if (b->kind >= BUFFER_KINDS)
       return BAD("buffer %" PRIu32 " is of kind %" PRIu32 ", which this runtime does not know", i, b->kind);
     if (check_entry(b->size, plan->expr_count, "a buffer's size", error))
@@ -189,11 +260,15 @@ static coda_code read_buffers(coda_plan *plan, const raw_tables *raw, size_t con
       code = BAD("buffer %" PRIu32 " is output %" PRIu64 " of %" PRIu32, i, b->index, plan->output_count);
     if (code)
       return code;
+    if (b->kind == BUFFER_ARENA)
+      b->phase = phase_of_step(plan, b->first);
+    else if (b->kind == BUFFER_OUTPUT)
+      b->phase = plan->outputs[b->index].phase;
+    if (plan->exprs[b->size].phase > b->phase)
+      return BAD("buffer %" PRIu32 " has a size that is not known when it is needed", i);
   }
   return CODA_OK;
 }
-
-static uint32_t greater(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 static coda_code read_step(coda_plan *plan, const raw_tables *raw, uint32_t i, coda_error *error) {
   const uint8_t *p = raw->steps + STEP * (size_t)i;
@@ -209,7 +284,8 @@ static coda_code read_step(coda_plan *plan, const raw_tables *raw, uint32_t i, c
                    .grain = f[8],
                    .scratch = f[9],
                    .flops = f[10],
-                   .bytes = f[11]};
+                   .bytes = f[11],
+                   .phase = phase_of_step(plan, i)};
   if (read_string(raw, f[0], &s->name, error) || read_string(raw, f[12], &s->source, error) ||
       read_words(plan, f[3], f[4], plan->buffer_count, "a step's buffers", &s->buffers, error) ||
       read_words(plan, f[5], f[6], plan->expr_count, "a step's sizes", &s->ints, error) ||
@@ -225,9 +301,20 @@ static coda_code read_step(coda_plan *plan, const raw_tables *raw, uint32_t i, c
     return BAD("step '%s' has grain %" PRIu32 " and reserved field %" PRIu32, s->name, s->grain, f[13]);
   for (uint32_t k = 0; k < s->buffer_count; k++) {
     const plan_buffer *b = &plan->buffers[s->buffers[k]];
-    if (b->kind == BUFFER_ARENA && (i < b->first || i > b->last))
+    if (b->phase > s->phase || (b->kind == BUFFER_ARENA && (i < b->first || i > b->last)))
       return BAD("step '%s' uses buffer %" PRIu32 " outside its life", s->name, s->buffers[k]);
   }
+  uint32_t phase = greater(plan->exprs[s->items].phase, plan->exprs[s->scratch].phase);
+  phase = greater(phase, greater(plan->exprs[s->flops].phase, plan->exprs[s->bytes].phase));
+  for (uint32_t k = 0; k < s->int_count; k++) {
+    const plan_expr *e = &plan->exprs[s->ints[k]];
+    if (e->op == EXPR_RUN)
+      plan->run_count++;
+    else
+      phase = greater(phase, e->phase);
+  }
+  if (phase > s->phase)
+    return BAD("step '%s' has a size that is not known when it is run", s->name);
   if (__builtin_add_overflow(plan->operand_count, s->buffer_count, &plan->operand_count) ||
       __builtin_add_overflow(plan->int_count, s->int_count, &plan->int_count))
     return BAD("its steps have more operands than 32 bits count");
@@ -247,6 +334,9 @@ static coda_code read_constraints(coda_plan *plan, const raw_tables *raw, coda_e
         check_entry(c->right, plan->expr_count, "a constraint's right side", error) ||
         read_string(raw, coda_u32(p + 12), &c->text, error))
       return CODA_ERROR_BUNDLE;
+    c->phase = greater(plan->exprs[c->left].phase, plan->exprs[c->right].phase);
+    if (c->phase >= plan->phase_count)
+      return BAD("constraint %" PRIu32 " is of a size that is never known", i);
   }
   return CODA_OK;
 }
@@ -277,14 +367,14 @@ static coda_code parse(coda_plan *plan, const uint8_t *data, size_t size, size_t
   for (uint32_t i = 0; i < plan->word_count; i++)
     plan->words[i] = coda_u32(raw.words + WORD * (size_t)i);
   if (read_names(&raw, raw.symbols, plan->symbol_count, plan->symbols, error) ||
-      read_names(&raw, raw.kernels, plan->kernel_count, plan->kernels, error) || read_exprs(plan, &raw, error) ||
-      read_tensors(plan, &raw, error) || read_buffers(plan, &raw, constant_bytes, error) ||
+      read_names(&raw, raw.kernels, plan->kernel_count, plan->kernels, error) || read_reads(plan, &raw, error) ||
+      read_exprs(plan, &raw, error) || read_tensors(plan, &raw, error) || read_buffers(plan, &raw, constant_bytes, error) ||
       read_constraints(plan, &raw, error))
     return CODA_ERROR_BUNDLE;
   for (uint32_t i = 0; i < plan->step_count; i++)
     if (read_step(plan, &raw, i, error))
       return CODA_ERROR_BUNDLE;
-  return bind_symbols(plan, error);
+  return check_reads(plan, error) ? CODA_ERROR_BUNDLE : bind_symbols(plan, error);
 }
 
 coda_code coda_plan_parse(coda_plan *plan, const uint8_t *data, size_t size, size_t constant_bytes, coda_error *error) {
@@ -297,7 +387,8 @@ coda_code coda_plan_parse(coda_plan *plan, const uint8_t *data, size_t size, siz
 
 void coda_plan_free(coda_plan *plan) {
   void *tables[] = {plan->symbols, plan->bindings, plan->exprs, plan->inputs, plan->outputs,
-                    plan->buffers, plan->kernels,  plan->steps, plan->words,  plan->constraints};
+                    plan->buffers, plan->kernels,  plan->steps, plan->words,  plan->constraints,
+                    plan->reads,   plan->phases};
   for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
     free(tables[i]);
   memset(plan, 0, sizeof *plan);

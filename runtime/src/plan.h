@@ -15,18 +15,25 @@ typedef enum {
   EXPR_MOD,
   EXPR_MAX,
   EXPR_MIN,
+  EXPR_DATA,
+  EXPR_RUN,
   EXPR_OPS
 } expr_op;
 
+/* A plan whose sizes follow from the inputs' shapes has one phase. Where data decides a size, a new phase begins with the
+ * first step that comes after it is read: an entry's phase is the first in which it is known. */
+enum { NEVER = 0xffffffffu }; /* the phase of an entry that is no size */
+
 typedef struct {
-  uint32_t op;
-  int64_t a, b; /* a CONST's value, a SYMBOL's index, else earlier entries */
+  uint32_t op, phase;
+  int64_t a, b; /* a CONST's value, the index of a SYMBOL or of a DATA's read, else earlier entries */
 } plan_expr;
 
 typedef struct {
   const char *name;
   int32_t dtype;
   uint32_t rank;
+  uint32_t phase; /* in which its dimensions are known */
   const uint32_t *dims; /* rank entries of the size table */
 } plan_tensor;
 
@@ -37,6 +44,7 @@ typedef struct {
   uint32_t size; /* entry of the size table: bytes */
   uint64_t index; /* of the input or output; byte offset of a constant */
   uint32_t first, last;
+  uint32_t phase; /* in which it gets its memory: that of its first step, of its output */
 } plan_buffer;
 
 typedef struct {
@@ -47,15 +55,24 @@ typedef struct {
   uint32_t buffer_count, int_count;
   uint32_t grain;
   uint32_t items, scratch, flops, bytes; /* entries of the size table */
+  uint32_t phase;
 } plan_step;
 
 typedef enum { RELATION_AT_MOST, RELATION_EQUAL, RELATIONS } plan_relation;
 
 /* What must hold of two sizes for the plan to be right; `text` says why. */
 typedef struct {
-  uint32_t relation, left, right;
+  uint32_t relation, left, right, phase;
   const char *text;
 } plan_constraint;
+
+/* A size that data decides: an element of an int32 or int64 buffer, read when the steps before `step` are done. */
+typedef struct {
+  const char *name;
+  uint32_t step, buffer, phase; /* the phase that it begins */
+  int32_t dtype;
+  uint64_t element;
+} plan_read;
 
 /* The input dimension that gives a symbol its value. */
 typedef struct {
@@ -64,7 +81,7 @@ typedef struct {
 
 typedef struct {
   uint32_t symbol_count, expr_count, input_count, output_count, buffer_count, kernel_count, step_count, word_count,
-      constraint_count;
+      constraint_count, read_count, phase_count;
   const char **symbols;
   plan_binding *bindings; /* by symbol */
   plan_expr *exprs;
@@ -73,10 +90,13 @@ typedef struct {
   const char **kernels;
   plan_step *steps;
   plan_constraint *constraints;
+  plan_read *reads; /* ordered by step */
+  uint32_t *phases; /* the first step of each, and behind the last the number of steps */
   uint32_t *words; /* what the dims, buffers and ints above point into */
   uint32_t dim_count; /* of all inputs together */
   uint32_t operand_count, int_count; /* of all steps together */
   uint32_t max_operands, max_ints; /* of one step */
+  uint32_t run_count; /* ints that are the run's number */
 } coda_plan;
 
 /* Reads the plan section. Strings point into `data`. On failure the plan is empty. */
@@ -84,8 +104,9 @@ coda_code coda_plan_parse(coda_plan *plan, const uint8_t *data, size_t size, siz
 
 void coda_plan_free(coda_plan *plan);
 
-/* Computes every entry of the size table for the symbols' values. */
-coda_code coda_plan_evaluate(const coda_plan *plan, const int64_t *symbols, int64_t *values, coda_error *error);
+/* Computes the entries of the size table that are first known in `phase`; `data` holds what was read. */
+coda_code coda_plan_evaluate(const coda_plan *plan, uint32_t phase, const int64_t *symbols, const int64_t *data,
+                             int64_t *values, coda_error *error);
 
 /* Writes entry `index` as text, such as "past + seq"; an expression too long for `capacity` ends in "...". */
 void coda_plan_format(const coda_plan *plan, uint32_t index, char *text, size_t capacity);

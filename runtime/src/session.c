@@ -33,16 +33,38 @@ struct coda_session {
   coda_block layout_memory[MAX_LAYOUTS];
   uint32_t layout_count;
   const coda_layout *last; /* of the last run; NULL before the first */
-  coda_block arena, scratch, owned; /* owned: outputs for which the caller gave no memory */
+  coda_block scratch;
+  coda_block *arenas, *owned; /* by phase; owned: outputs for which the caller gave no memory */
+  uint64_t random; /* the number of the next run is drawn from it */
   coda_block tables; /* what the pointers below point into */
   double *seconds; /* by step */
   io_slot *slots;
   uint32_t *order; /* for packing */
   uint64_t *frames; /* by thread: a step's buffers and scratch, then its ints, begin and end */
-  uint32_t slot_count;
+  uint32_t *run_ints; /* places in a layout's ints that are the run's number */
+  uint32_t slot_count, run_count;
   size_t frame_words, frame_ints; /* words of one frame; of its first part */
   size_t scratch_stride;
 };
+
+/* --- taking turns ------------------------------------------------------------------------------------------------- */
+
+static coda_code check_arguments(const coda_session *session, const coda_tensor *inputs, const coda_tensor *outputs,
+                                 coda_error *error) {
+  if (!session || (!inputs && session->model->plan.input_count) || (!outputs && session->model->plan.output_count))
+    return coda_fail(error, CODA_ERROR_ARGUMENT, "a run needs a session, its inputs and its outputs");
+  return CODA_OK;
+}
+
+/* Takes the session for the calling thread. */
+static coda_code enter(coda_session *session, coda_error *error) {
+  if (atomic_flag_test_and_set_explicit(&session->busy, memory_order_acquire))
+    return coda_fail(error, CODA_ERROR_ARGUMENT,
+                     "the session is in use by another thread: give each thread its own, or take turns");
+  return CODA_OK;
+}
+
+static void leave(coda_session *session) { atomic_flag_clear_explicit(&session->busy, memory_order_release); }
 
 /* --- making ------------------------------------------------------------------------------------------------------- */
 
@@ -50,13 +72,17 @@ static size_t padded(size_t bytes) { return (bytes + CODA_ALIGNMENT - 1) / CODA_
 
 static void find_slots(coda_session *session) {
   const coda_plan *plan = &session->model->plan;
-  uint32_t slot = 0;
-  for (uint32_t i = 0; i < plan->step_count; i++)
+  uint32_t slot = 0, place = 0;
+  for (uint32_t i = 0; i < plan->step_count; i++) {
+    for (uint32_t k = 0; k < plan->steps[i].int_count; k++, place++)
+      if (plan->exprs[plan->steps[i].ints[k]].op == EXPR_RUN)
+        session->run_ints[session->run_count++] = place;
     for (uint32_t k = 0; k < plan->steps[i].buffer_count; k++, slot++) {
       const plan_buffer *b = &plan->buffers[plan->steps[i].buffers[k]];
       if (b->kind == BUFFER_INPUT || b->kind == BUFFER_OUTPUT)
         session->slots[session->slot_count++] = (io_slot){slot, (uint32_t)b->index, b->kind == BUFFER_OUTPUT};
     }
+  }
 }
 
 static int make_tables(coda_session *session) {
@@ -67,14 +93,20 @@ static int make_tables(coda_session *session) {
   const size_t seconds = padded(plan->step_count * sizeof(double));
   const size_t slots = padded(plan->operand_count * sizeof(io_slot));
   const size_t order = padded(2 * (size_t)plan->buffer_count * sizeof(uint32_t));
-  if (coda_block_reserve(&session->tables, frames + seconds + slots + order, CODA_ALIGNMENT, &session->allocator))
+  const size_t blocks = padded(plan->phase_count * sizeof(coda_block));
+  const size_t run_ints = padded(plan->run_count * sizeof(uint32_t));
+  if (coda_block_reserve(&session->tables, frames + seconds + slots + order + 2 * blocks + run_ints, CODA_ALIGNMENT,
+                         &session->allocator))
     return -1;
   memset(session->tables.data, 0, session->tables.bytes);
   uint8_t *memory = session->tables.data;
   session->frames = (uint64_t *)memory;
   session->seconds = (double *)(memory += frames);
   session->slots = (io_slot *)(memory += seconds);
-  session->order = (uint32_t *)(memory + slots);
+  session->order = (uint32_t *)(memory += slots);
+  session->arenas = (coda_block *)(memory += order);
+  session->owned = (coda_block *)(memory += blocks);
+  session->run_ints = (uint32_t *)(memory + blocks);
   find_slots(session);
   return 0;
 }
@@ -85,6 +117,13 @@ static coda_session_options read_options(const coda_session_options *given) {
   if (given)
     memcpy(&options, given, given->size < sizeof options ? given->size : sizeof options);
   return options;
+}
+
+/* Another number for each session; no secret. */
+static uint64_t fresh_seed(const coda_session *session) {
+  struct timespec t;
+  clock_gettime(CLOCK_REALTIME, &t);
+  return ((uint64_t)t.tv_sec * 1000000007 + (uint64_t)t.tv_nsec) ^ ((uint64_t)(uintptr_t)session << 20);
 }
 
 coda_code coda_session_create(coda_model *model, const coda_session_options *given, coda_session **result,
@@ -105,6 +144,7 @@ coda_code coda_session_create(coda_model *model, const coda_session_options *giv
   session->model = model;
   coda_model_hold(model);
   session->allocator = *allocator;
+  session->random = options.seed ? options.seed : fresh_seed(session);
   session->threads = options.threads ? options.threads : coda_cpu_cores();
   if (session->threads > MAX_THREADS)
     session->threads = MAX_THREADS;
@@ -128,14 +168,26 @@ void coda_session_free(coda_session *session) {
   coda_pool_free(session->pool, &allocator);
   for (uint32_t i = 0; i < session->layout_count; i++)
     coda_block_free(&session->layout_memory[i], &allocator);
-  coda_block *blocks[] = {&session->arena, &session->scratch, &session->owned, &session->tables};
-  for (size_t i = 0; i < sizeof blocks / sizeof *blocks; i++)
-    coda_block_free(blocks[i], &allocator);
+  for (uint32_t i = 0; session->arenas && i < session->model->plan.phase_count; i++) {
+    coda_block_free(&session->arenas[i], &allocator);
+    coda_block_free(&session->owned[i], &allocator);
+  }
+  coda_block_free(&session->scratch, &allocator);
+  coda_block_free(&session->tables, &allocator);
   coda_model_free(session->model);
   allocator.release(allocator.context, session, sizeof *session);
 }
 
 int32_t coda_session_threads(const coda_session *session) { return session->threads; }
+
+coda_code coda_session_seed(coda_session *session, uint64_t seed, coda_error *error) {
+  coda_code code = enter(session, error);
+  if (code)
+    return code;
+  session->random = seed;
+  leave(session);
+  return CODA_OK;
+}
 
 /* --- shapes ------------------------------------------------------------------------------------------------------- */
 
@@ -183,9 +235,12 @@ static coda_code find_layout(coda_session *session, const coda_tensor *inputs, c
   return CODA_OK;
 }
 
-static void describe_outputs(const coda_session *session, const coda_layout *layout, coda_tensor *outputs) {
+static void describe_outputs(const coda_session *session, const coda_layout *layout, uint32_t phase,
+                             coda_tensor *outputs) {
   const coda_plan *plan = &session->model->plan;
   for (uint32_t i = 0; i < plan->output_count; i++) {
+    if (plan->outputs[i].phase != phase)
+      continue;
     outputs[i].dtype = plan->outputs[i].dtype;
     outputs[i].rank = (int32_t)plan->outputs[i].rank;
     outputs[i].bytes = (size_t)layout->tensor_bytes[plan->input_count + i];
@@ -194,35 +249,42 @@ static void describe_outputs(const coda_session *session, const coda_layout *lay
   }
 }
 
-/* Takes the session for the calling thread. */
-static coda_code enter(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs, coda_error *error) {
-  if (!session || (!inputs && session->model->plan.input_count) || (!outputs && session->model->plan.output_count))
-    return coda_fail(error, CODA_ERROR_ARGUMENT, "a run needs a session, its inputs and its outputs");
-  if (atomic_flag_test_and_set_explicit(&session->busy, memory_order_acquire))
-    return coda_fail(error, CODA_ERROR_ARGUMENT,
-                     "the session is in use by another thread: give each thread its own, or take turns");
-  return CODA_OK;
+/* Outputs whose dimensions data decides: what is known of them before a run. */
+static void describe_unknown_outputs(const coda_session *session, const coda_layout *layout, coda_tensor *outputs) {
+  const coda_plan *plan = &session->model->plan;
+  for (uint32_t i = 0; i < plan->output_count; i++) {
+    const plan_tensor *t = &plan->outputs[i];
+    if (t->phase == 0)
+      continue;
+    outputs[i].dtype = t->dtype;
+    outputs[i].rank = (int32_t)t->rank;
+    outputs[i].bytes = 0;
+    for (uint32_t axis = 0; axis < t->rank; axis++)
+      outputs[i].dims[axis] = plan->exprs[t->dims[axis]].phase ? -1 : layout->values[t->dims[axis]];
+  }
 }
-
-static void leave(coda_session *session) { atomic_flag_clear_explicit(&session->busy, memory_order_release); }
 
 coda_code coda_session_shapes(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs,
                               coda_error *error) {
   coda_layout *layout = NULL;
-  coda_code code = enter(session, inputs, outputs, error);
+  coda_code code = check_arguments(session, inputs, outputs, error);
+  if (!code)
+    code = enter(session, error);
   if (code)
     return code;
   code = find_layout(session, inputs, &layout, error);
-  if (!code)
-    describe_outputs(session, layout, outputs);
+  if (!code) {
+    describe_outputs(session, layout, 0, outputs);
+    describe_unknown_outputs(session, layout, outputs);
+  }
   leave(session);
   return code;
 }
 
 /* --- running ------------------------------------------------------------------------------------------------------ */
 
-static coda_code check_memory(const coda_session *session, const coda_layout *layout, const coda_tensor *inputs,
-                              const coda_tensor *outputs, coda_error *error) {
+static coda_code check_inputs(const coda_session *session, const coda_layout *layout, const coda_tensor *inputs,
+                              coda_error *error) {
   const coda_plan *plan = &session->model->plan;
   for (uint32_t i = 0; i < plan->input_count; i++) {
     const size_t need = (size_t)layout->tensor_bytes[i], size = coda_dtype_size(plan->inputs[i].dtype);
@@ -235,7 +297,15 @@ static coda_code check_memory(const coda_session *session, const coda_layout *la
       return coda_fail(error, CODA_ERROR_ARGUMENT, "input '%s' is not aligned to its elements of %zu bytes",
                        plan->inputs[i].name, size);
   }
+  return CODA_OK;
+}
+
+static coda_code check_outputs(const coda_session *session, const coda_layout *layout, uint32_t phase,
+                               const coda_tensor *outputs, coda_error *error) {
+  const coda_plan *plan = &session->model->plan;
   for (uint32_t i = 0; i < plan->output_count; i++) {
+    if (plan->outputs[i].phase != phase)
+      continue;
     const size_t need = (size_t)layout->tensor_bytes[plan->input_count + i],
                  size = coda_dtype_size(plan->outputs[i].dtype);
     if (outputs[i].data && outputs[i].bytes < need)
@@ -248,38 +318,65 @@ static coda_code check_memory(const coda_session *session, const coda_layout *la
   return CODA_OK;
 }
 
-static coda_code reserve(coda_session *session, coda_layout *layout, const coda_tensor *outputs, coda_error *error) {
+static coda_code reserve(coda_session *session, coda_layout *layout, uint32_t phase, const coda_tensor *outputs,
+                         coda_error *error) {
   const coda_plan *plan = &session->model->plan;
+  coda_block *arena = &session->arenas[phase];
   size_t owned = 0;
   for (uint32_t i = 0; i < plan->output_count; i++)
-    if (!outputs[i].data)
+    if (!outputs[i].data && plan->outputs[i].phase == phase)
       owned += padded((size_t)layout->tensor_bytes[plan->input_count + i] +
                       1); /* so that an empty output has an address too */
   const size_t stride = padded(layout->scratch_bytes + 1);
   if (stride > session->scratch_stride)
     session->scratch_stride = stride;
   const size_t scratch = session->scratch_stride * (size_t)session->threads;
-  if (coda_block_reserve(&session->arena, layout->arena_bytes + CODA_ALIGNMENT, CODA_ALIGNMENT, &session->allocator) ||
+  const size_t bytes = layout->arenas[phase].bytes;
+  if (coda_block_reserve(arena, bytes + CODA_ALIGNMENT, CODA_ALIGNMENT, &session->allocator) ||
       coda_block_reserve(&session->scratch, scratch, CODA_ALIGNMENT, &session->allocator) ||
-      coda_block_reserve(&session->owned, owned, CODA_ALIGNMENT, &session->allocator))
+      coda_block_reserve(&session->owned[phase], owned, CODA_ALIGNMENT, &session->allocator))
     return coda_fail(error, CODA_ERROR_MEMORY, "no memory for an arena of %zu bytes, scratch of %zu and outputs of %zu",
-                     layout->arena_bytes, scratch, owned);
-  if (layout->arena != session->arena.data)
-    coda_layout_place(layout, plan, session->model->sections[SECTION_CONSTANTS].data, session->arena.data);
+                     bytes, scratch, owned);
+  if (layout->arenas[phase].memory != arena->data)
+    coda_layout_place(layout, plan, phase, session->model->sections[SECTION_CONSTANTS].data, arena->data);
   return CODA_OK;
 }
 
-static void place_io(coda_session *session, coda_layout *layout, const coda_tensor *inputs, coda_tensor *outputs) {
-  uint8_t *owned = session->owned.data;
+static void place_io(coda_session *session, coda_layout *layout, uint32_t phase, const coda_tensor *inputs,
+                     coda_tensor *outputs) {
+  const plan_tensor *infos = session->model->plan.outputs;
+  uint8_t *owned = session->owned[phase].data;
   for (uint32_t i = 0; i < session->model->plan.output_count; i++)
-    if (!outputs[i].data) {
+    if (!outputs[i].data && infos[i].phase == phase) {
       outputs[i].data = owned;
       owned += padded(outputs[i].bytes + 1);
     }
   for (uint32_t i = 0; i < session->slot_count; i++) {
     const io_slot *s = &session->slots[i];
-    layout->addresses[s->slot] = (uintptr_t)(s->output ? outputs[s->index].data : inputs[s->index].data);
+    if (s->output ? infos[s->index].phase == phase : phase == 0)
+      layout->addresses[s->slot] = (uintptr_t)(s->output ? outputs[s->index].data : inputs[s->index].data);
   }
+}
+
+/* All that comes before the steps of a phase, once it is laid out. */
+static coda_code prepare(coda_session *session, coda_layout *layout, uint32_t phase, const coda_tensor *inputs,
+                         coda_tensor *outputs, coda_error *error) {
+  coda_code code = check_outputs(session, layout, phase, outputs, error);
+  if (!code)
+    code = reserve(session, layout, phase, outputs, error);
+  if (!code) {
+    describe_outputs(session, layout, phase, outputs);
+    place_io(session, layout, phase, inputs, outputs);
+  }
+  return code;
+}
+
+/* One of the numbers that follow from a seed (Steele, Lea and Flood 2014, SplitMix64). */
+static int64_t draw(uint64_t *state) {
+  uint64_t x = *state += UINT64_C(0x9e3779b97f4a7c15);
+  x = (x ^ (x >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+  x = (x ^ (x >> 27)) * UINT64_C(0x94d049bb133111eb);
+  return (int64_t)(x ^ (x >> 31));
 }
 
 /* One step, as its chunks see it. */
@@ -320,12 +417,21 @@ static double now(void) {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static coda_code run_steps(coda_session *session, const coda_layout *layout, coda_error *error) {
+static coda_code run_steps(coda_session *session, coda_layout *layout, const coda_tensor *inputs, coda_tensor *outputs,
+                           coda_error *error) {
   const coda_plan *plan = &session->model->plan;
   call c = {.session = session, .addresses = layout->addresses, .ints = layout->ints};
+  uint32_t phase = 0;
   double before = now();
   for (uint32_t i = 0; i < plan->step_count; i++) {
     c.step = &plan->steps[i];
+    while (phase < c.step->phase) {
+      coda_code code = coda_layout_continue(layout, plan, ++phase, inputs, outputs, session->order, error);
+      if (!code)
+        code = prepare(session, layout, phase, inputs, outputs, error);
+      if (code)
+        return code;
+    }
     const int64_t items = layout->values[c.step->items];
     int32_t result = 0;
     if (items) {
@@ -349,19 +455,22 @@ static coda_code run_steps(coda_session *session, const coda_layout *layout, cod
 
 coda_code coda_session_run(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs, coda_error *error) {
   coda_layout *layout = NULL;
-  coda_code code = enter(session, inputs, outputs, error);
+  coda_code code = check_arguments(session, inputs, outputs, error);
+  if (!code)
+    code = enter(session, error);
   if (code)
     return code;
   coda_pool_wake(session->pool);
   code = find_layout(session, inputs, &layout, error);
   if (!code)
-    code = check_memory(session, layout, inputs, outputs, error);
+    code = check_inputs(session, layout, inputs, error);
   if (!code)
-    code = reserve(session, layout, outputs, error);
+    code = prepare(session, layout, 0, inputs, outputs, error);
   if (!code) {
-    describe_outputs(session, layout, outputs);
-    place_io(session, layout, inputs, outputs);
-    code = run_steps(session, layout, error);
+    const int64_t number = draw(&session->random);
+    for (uint32_t i = 0; i < session->run_count; i++)
+      layout->ints[session->run_ints[i]] = number;
+    code = run_steps(session, layout, inputs, outputs, error);
     session->last = code ? NULL : layout;
   }
   leave(session);
@@ -379,4 +488,17 @@ size_t coda_session_profile(const coda_session *session, coda_step_profile *step
   return plan->step_count;
 }
 
-size_t coda_session_arena_bytes(const coda_session *session) { return session->last ? session->last->arena_bytes : 0; }
+int coda_session_data_size(const coda_session *session, size_t index, const char **name, int64_t *value) {
+  if (!session->last || index >= session->model->plan.read_count)
+    return -1;
+  *name = session->model->plan.reads[index].name;
+  *value = session->last->data[index];
+  return 0;
+}
+
+size_t coda_session_arena_bytes(const coda_session *session) {
+  size_t bytes = 0;
+  for (uint32_t i = 0; session->last && i < session->model->plan.phase_count; i++)
+    bytes += session->last->arenas[i].bytes;
+  return bytes;
+}

@@ -21,14 +21,19 @@ static bool apply(uint32_t op, int64_t a, int64_t b, int64_t *result) {
   }
 }
 
-coda_code coda_plan_evaluate(const coda_plan *plan, const int64_t *symbols, int64_t *values, coda_error *error) {
+coda_code coda_plan_evaluate(const coda_plan *plan, uint32_t phase, const int64_t *symbols, const int64_t *data,
+                             int64_t *values, coda_error *error) {
   char text[128];
   for (uint32_t i = 0; i < plan->expr_count; i++) {
     const plan_expr *e = &plan->exprs[i];
+    if (e->phase != phase)
+      continue;
     if (e->op == EXPR_CONST) {
       values[i] = e->a;
     } else if (e->op == EXPR_SYMBOL) {
       values[i] = symbols[e->a];
+    } else if (e->op == EXPR_DATA) {
+      values[i] = data[e->a];
     } else if ((e->op == EXPR_FLOORDIV || e->op == EXPR_MOD) && values[e->b] <= 0) {
       coda_plan_format(plan, i, text, sizeof text);
       return coda_fail(error, CODA_ERROR_SHAPE, "size %s divides by %" PRId64 " for these inputs", text, values[e->b]);
@@ -75,6 +80,10 @@ static void format(const coda_plan *plan, uint32_t index, bool inner, int depth,
     put(w, number);
   } else if (e->op == EXPR_SYMBOL) {
     put(w, plan->symbols[e->a]);
+  } else if (e->op == EXPR_DATA) {
+    put(w, plan->reads[e->a].name);
+  } else if (e->op == EXPR_RUN) {
+    put(w, "run");
   } else {
     const bool parentheses = inner && FORMS[e->op].infix;
     put(w, parentheses ? "(" : FORMS[e->op].before);

@@ -1,4 +1,4 @@
-/* Checks the runtime on the bundle that tests/handmade.py's `encoder` makes: check BUNDLE.
+/* Checks the runtime on the bundles that tests/handmade.py's `encoder` and `places` make: check ENCODER PLACES.
  *
  * Built with the runtime's objects, so that it can repair checksums and count allocations; runs under sanitizers too.
  */
@@ -196,6 +196,54 @@ static void check_misuse(coda_model *model) {
   CHECK(coda_model_input(model, 1)->dims[0] == WIDTH && coda_model_feature(model, 0) == NULL);
 }
 
+/* --- sizes that data decides ---------------------------------------------------------------------------------------- */
+
+/* The places of what is not zero, three times each. */
+static void run_places(coda_session *session, int64_t n, int64_t every, void *memory, size_t bytes, coda_code expected) {
+  static int64_t x[4096];
+  int64_t found = 0;
+  for (int64_t i = 0; i < n; i++)
+    x[i] = i % every == 0;
+  const coda_tensor input = {x, sizeof x, CODA_INT64, 1, {n}};
+  coda_tensor outputs[2] = {{0}, {.data = memory, .bytes = bytes}};
+  CHECK(coda_session_run(session, &input, outputs, NULL) == expected);
+  if (expected)
+    return;
+  const int64_t *y = outputs[1].data;
+  for (int64_t i = 0; i < n; i++)
+    if (x[i])
+      CHECK(y[found++] == 3 * i);
+  CHECK(outputs[1].rank == 1 && outputs[1].dims[0] == found && outputs[1].bytes == (size_t)found * sizeof *y);
+  CHECK(!memory || outputs[1].data == memory);
+  const char *name = NULL;
+  int64_t value = -1;
+  CHECK(coda_session_data_size(session, 0, &name, &value) == 0 && strcmp(name, "found") == 0 && value == found);
+  CHECK(coda_session_data_size(session, 1, &name, &value) == -1);
+}
+
+static void check_places(coda_model *model) {
+  static int64_t memory[4096];
+  for (int threads = 1; threads <= 2; threads++) {
+    coda_session *session;
+    const coda_session_options options = {.size = sizeof options, .threads = threads, .spin_us = -1};
+    CHECK(coda_session_create(model, &options, &session, NULL) == CODA_OK);
+    const coda_tensor input = {NULL, 0, CODA_INT64, 1, {100}};
+    coda_tensor outputs[2] = {{0}};
+    CHECK(coda_session_shapes(session, &input, outputs, NULL) == CODA_OK);
+    CHECK(outputs[0].dims[0] == 1 && outputs[0].bytes == 8 && outputs[1].dims[0] == -1 && outputs[1].bytes == 0);
+    run_places(session, 100, 7, memory, 14 * sizeof *memory, CODA_ERROR_SHAPE);
+    run_places(session, 100, 7, memory, 15 * sizeof *memory, CODA_OK);
+    run_places(session, 0, 1, NULL, 0, CODA_OK);
+    run_places(session, 4096, 1, NULL, 0, CODA_OK);
+    run_places(session, 4000, 1, NULL, 0, CODA_OK);
+    const int before = allocated();
+    for (int64_t i = 1; i < 200; i++)
+      run_places(session, i % 3 ? 4096 : 4000, i, i % 2 ? memory : NULL, sizeof memory, CODA_OK);
+    CHECK(allocated() == before);
+    coda_session_free(session);
+  }
+}
+
 /* --- damaged bundles ---------------------------------------------------------------------------------------------- */
 
 static uint64_t random_state = 88172645463325252u;
@@ -264,25 +312,32 @@ static void check_nonsense(uint8_t *copy, const uint8_t *data, size_t size) {
   CHECK(refused > 1000 && refused < 4000);
 }
 
-int main(int count, char **words) {
-  if (count != 2)
-    return 2;
-  FILE *file = fopen(words[1], "rb");
+static void check_file(const char *path) {
+  FILE *file = fopen(path, "rb");
   if (!file || fseek(file, 0, SEEK_END))
-    return 2;
+    exit(2);
   const size_t size = (size_t)ftell(file), room = (size + 4095) / 4096 * 4096;
   uint8_t *data = aligned_alloc(64, room), *copy = aligned_alloc(64, room);
+  coda_model *model;
   rewind(file);
   if (!data || !copy || fread(data, 1, size, file) != size)
-    return 2;
+    exit(2);
   fclose(file);
+  CHECK(coda_model_open_memory(data + 1, size - 1, &model, NULL) == CODA_ERROR_ARGUMENT);
+  check_damage(copy, data, size);
+  check_nonsense(copy, data, size);
+  free(data);
+  free(copy);
+}
 
+int main(int count, char **words) {
+  if (count != 3)
+    return 2;
   coda_error error;
   coda_model *model;
   CHECK(coda_abi_version() == CODA_ABI_VERSION);
   CHECK(coda_model_open("/nowhere/at all.coda", &model, &error) == CODA_ERROR_FILE && !model);
   CHECK(coda_model_open("/", &model, &error) == CODA_ERROR_FILE);
-  CHECK(coda_model_open_memory(data + 1, size - 1, &model, &error) == CODA_ERROR_ARGUMENT);
   CHECK(coda_model_open(words[1], &model, &error) == CODA_OK);
   check_runs(model);
   check_allocator(model);
@@ -292,10 +347,11 @@ int main(int count, char **words) {
   coda_model_free(model); /* the session keeps it */
   run(session, 2, 17, true);
   coda_session_free(session);
-  check_damage(copy, data, size);
-  check_nonsense(copy, data, size);
-  free(data);
-  free(copy);
+  CHECK(coda_model_open(words[2], &model, &error) == CODA_OK);
+  check_places(model);
+  coda_model_free(model);
+  check_file(words[1]);
+  check_file(words[2]);
   printf("%d failures\n", failures);
   return failures != 0;
 }
