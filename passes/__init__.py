@@ -16,6 +16,7 @@ from . import (
     rotary,
     row_moments,
     sink_reshape,
+    split_columns,
 )
 from .base import Measure, Pass, PassLog, Refusal
 
@@ -27,6 +28,7 @@ PIPELINE: tuple[Pass, ...] = (
     row_moments.PASS,
     attention.PASS,
     sink_reshape.PASS,  # the head merges that attention leaves
+    split_columns.PASS,
     absorb_norm.PASS,
     grow_epilogue.PASS,
     rotary.PASS,

@@ -45,10 +45,12 @@ def moved(node: gs.Node, arrays: Sequence[Labels | None]) -> Labels | None:
     if node.op == "Gather":
         rows, axis = constant_value(node.inputs[1]), int(node.attrs.get("axis", 0)) % len(dims) - LEAD
         return np.take(first, rows, axis) if rows is not None and axis >= 0 else None
-    return _sliced(node, first) if node.op == "Slice" else None
+    whole = sliced(node, first[(None,) * LEAD], range(LEAD)) if node.op == "Slice" else None
+    return whole[(0,) * LEAD] if whole is not None else None
 
 
-def _sliced(node: gs.Node, labels: Labels) -> Labels | None:
+def sliced(node: gs.Node, labels: Labels, fixed: Sequence[int]) -> Labels | None:
+    """What the Slice ``node`` takes of ``labels``; None if that is not constant, or not all of the axes ``fixed``."""
     bounds = [constant_value(t) for t in node.inputs[1:]]
     if any(b is None for b in bounds):
         return None
@@ -57,10 +59,9 @@ def _sliced(node: gs.Node, labels: Labels) -> Labels | None:
     steps = rest[1] if len(rest) > 1 else [1] * len(starts)
     index = [slice(None)] * labels.ndim
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
-        axis = axis % (labels.ndim + LEAD) - LEAD
-        if axis < 0 or step < 1:
+        if axis % labels.ndim in fixed or step < 1:
             return None
-        index[axis] = slice(start, end, step)
+        index[axis % labels.ndim] = slice(start, end, step)
     return labels[tuple(index)]
 
 

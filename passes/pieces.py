@@ -26,7 +26,7 @@ from coda_edge.symbolic import Dim, same
 class Pieces:
     """Takes columns (elements of the last axis) of tensors.
 
-    The choice moves up through elementwise operators, concatenations and table look-ups, so that only what is asked for is
+    The choice moves up through elementwise operators, products, concatenations and table look-ups, so that only what is asked for is
     computed; equal pieces are one tensor. So both halves of ``Cos(Concat(f, f))`` are ``Cos(f)``.
     """
 
@@ -103,6 +103,15 @@ class Pieces:
         dims = (*shape(node.outputs[0])[:-1], len(columns))
         return self._node("Gather", [self.columns(table, columns), rows], dims, node.outputs[0], **node.attrs)
 
+    def _product(self, node: gs.Node, columns: tuple[int, ...]) -> Tensor | None:
+        weights = constant_value(node.inputs[1])
+        if weights is None or weights.ndim != 2:
+            return None
+        chosen = self._constant(node.inputs[1], weights[:, list(columns)])
+        return self._node(
+            "MatMul", [node.inputs[0], chosen], (*shape(node.outputs[0])[:-1], len(columns)), node.outputs[0]
+        )
+
     def _unsqueeze(self, node: gs.Node, columns: tuple[int, ...]) -> Tensor | None:
         """Through a view that only inserts axes of 1, before the last one."""
         x, out = node.inputs[0], node.outputs[0]
@@ -154,5 +163,6 @@ _RULES = {
     **dict.fromkeys(ELEMENTWISE, Pieces._elementwise),
     "Concat": Pieces._concat,
     "Gather": Pieces._gather,
+    "MatMul": Pieces._product,
     **dict.fromkeys(VIEWS, Pieces._unsqueeze),
 }
