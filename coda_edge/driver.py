@@ -23,7 +23,7 @@ from .ir import shape
 from .passes import PIPELINE, Pass, PassLog, run_pipeline
 from .report import Report
 from .session import Session
-from .verify import Verifier, nudge, ort_session
+from .verify import Verifier, ort_session
 
 Model = str | os.PathLike[str] | bytes | onnx.ModelProto
 Progress = Callable[[str, float], None]
@@ -79,9 +79,8 @@ def optimize(
     verifier = None
     if verify:
         tell("reference", 0.0)
-        reference = ort_session(str(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else loaded)
-        nudged = [ort_session(m) for m in nudge(loaded)]
-        verifier = Verifier.of(specs, reference, nudged, normal.allows)
+        path = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
+        verifier = Verifier.of_model(loaded, specs, path, normal.allows)
     log = _rewrite(graph, verifier, verify == "each", tell)
     tell("export", 0.0)
     exported = export.to_model(graph)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from .dtypes import is_float, numpy_dtype
 from .errors import ShapeError
 from .symbolic import Dim, evaluate, parse_dim
 
@@ -162,17 +163,17 @@ def _real_positions(rows: int, length: int, padding: Padding, rng: np.random.Gen
 def _mask(dtype: str, shape: tuple[int, ...], real: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
     """``real`` over the last axis of ``shape``: 1 and 0, or for floats of rank ≥ 3, which are added to scores, 0 and -1e4."""
     keep = real.reshape(shape[:1] + (1,) * (len(shape) - 2) + shape[-1:]) if len(shape) > 1 else real[0]
-    if np.dtype(dtype).kind == "f" and len(shape) > 2:
+    if is_float(dtype) and len(shape) > 2:
         keep = np.where(keep, 0.0, _MASKED_SCORE)
-    return np.ascontiguousarray(np.broadcast_to(keep, shape).astype(dtype))
+    return np.ascontiguousarray(np.broadcast_to(keep, shape).astype(numpy_dtype(dtype)))
 
 
 def _values(
     spec: InputSpec, shape: tuple[int, ...], sizes: Mapping[str, int], longest: int, rng: np.random.Generator
 ) -> npt.NDArray[Any]:
+    if is_float(spec.dtype):
+        return rng.standard_normal(shape, np.float32).astype(numpy_dtype(spec.dtype))
     kind = np.dtype(spec.dtype).kind
-    if kind == "f":
-        return rng.standard_normal(shape, np.float32).astype(spec.dtype)
     if kind == "b":
         return rng.random(shape) < 0.5
     if kind not in "iu":

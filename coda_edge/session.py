@@ -12,18 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _runtime
+from .dtypes import numpy_dtype
 from .errors import ShapeError
 
 _ONNX_NAMES = {"float32": "float", "float64": "double"}
-
-
-def _numpy_dtype(name: str) -> np.dtype[Any]:
-    if name != "bfloat16":
-        return np.dtype(name)
-    import ml_dtypes  # numpy itself has no bfloat16
-
-    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return dtype
 
 
 @dataclass(frozen=True)
@@ -53,7 +45,7 @@ class _Tensor:
         self.io = IO(name, f"tensor({_ONNX_NAMES.get(element, element)})", dims)
         self.name = name
         self.number = number
-        self.dtype = _numpy_dtype(element)
+        self.dtype = numpy_dtype(element)
         self._foreign = element == "bfloat16"
 
     def in_place(self, array: npt.NDArray[Any]) -> tuple[int, npt.NDArray[Any]]:

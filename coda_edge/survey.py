@@ -26,7 +26,7 @@ from .errors import CodaError, InvalidModel
 from .inputs import input_specs
 from .passes import run_pipeline
 from .report import Unfused
-from .verify import Verifier, nudge, ort_session
+from .verify import Verifier, ort_session
 
 #: ``build``: kernels are built and run. ``onnx``: the rewritten graph is run in onnxruntime. ``none``: nothing is run.
 Depth = Literal["build", "onnx", "none"]
@@ -199,8 +199,7 @@ def _stages(file: Path, depth: Depth) -> Iterator[Surveyed]:
         yield replace(result, kernels=report.kernels, error=report.max_rel_error)
     elif depth == "onnx":
         candidate = ort_session(export.to_model(graph))
-        nudged = [ort_session(m) for m in nudge(loaded)]
-        verifier = Verifier.of(input_specs(loaded), ort_session(str(file)), nudged, normal.allows)
+        verifier = Verifier.of_model(loaded, input_specs(loaded), str(file), normal.allows)
         error = verifier.check(lambda names, feeds: candidate.run(list(names), dict(feeds)), "the rewritten ONNX")
         yield replace(result, error=error)
 

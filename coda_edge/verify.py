@@ -1,16 +1,22 @@
-"""Checks by running: what we made against onnxruntime on the untouched model."""
+"""Checks by running: what we made against onnxruntime on the untouched model.
+
+A half-precision model is judged by the same model in float32 (``frontend.half``), its outputs rounded to their dtype: what half's
+rounding makes of it on the way is no standard. How far onnxruntime on the model as it is comes from that is a note in the report.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from .dtypes import numpy_dtype
 from .errors import InvalidModel, VerificationError
+from .frontend import half
 from .inputs import InputSpec, Padding, default_sizes, generate_inputs
 
 if TYPE_CHECKING:
@@ -22,6 +28,8 @@ Runner = Callable[[Sequence[str], Mapping[str, npt.NDArray[Any]]], Arrays]
 
 #: Largest |difference| over the output's largest |value| that float32 rewrites may make.
 TOLERANCE = 1e-4
+#: What rounding the outputs adds to it, where two close numbers may be rounded apart: the spacing of a dtype relative to its numbers.
+ROUNDING = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 #: Lengths tried, longest first, until onnxruntime runs the model: position tables and reshapes bound them.
 LENGTHS = (128, 64, 32, 16, 8, 4, 1)
 #: The cases of a check: batch, length as a share of the longest that runs, and padding.
@@ -79,6 +87,37 @@ def relative_error(ours: npt.NDArray[Any], reference: npt.NDArray[Any]) -> float
     return float(np.abs(a[finite] - b[finite]).max()) / (scale or 1.0)
 
 
+class Reference(Protocol):
+    """What of an ``onnxruntime.InferenceSession`` a reference must have."""
+
+    def get_outputs(self) -> Sequence[Any]:
+        """The outputs, each with a ``name``."""
+
+    def run(self, output_names: Sequence[str], feeds: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """The outputs named."""
+
+
+class Promoted:
+    """onnxruntime on a half-precision model in float32, with the inputs and outputs of the model as it is."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self._session = ort_session(half.promote(model))
+        self._wide = {i.name for i in self._session.get_inputs() if i.type == "tensor(float)"}
+        self._dtypes = {name: numpy_dtype(dtype) for name, dtype in _output_dtypes(model).items()}
+
+    def get_outputs(self) -> Sequence[Any]:
+        """The outputs, each with a ``name``."""
+        outputs: Sequence[Any] = self._session.get_outputs()
+        return outputs
+
+    def run(self, output_names: Sequence[str], feeds: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """The outputs named, computed in float32 and rounded to their dtypes."""
+        widened = {name: v.astype(np.float32) if name in self._wide else v for name, v in feeds.items()}
+        results = self._session.run(list(output_names), widened)
+        with np.errstate(over="ignore"):
+            return [np.asarray(r).astype(self._dtypes[n]) for n, r in zip(output_names, results, strict=True)]
+
+
 @dataclass
 class Verifier:
     """Runs the untouched model on made-up inputs once, and compares any number of candidates with it."""
@@ -86,20 +125,44 @@ class Verifier:
     names: list[str]
     cases: list[tuple[dict[str, npt.NDArray[Any]], list[npt.NDArray[Any]]]]
     sizes: dict[str, int]
-    #: The relative error that is allowed for each output.
+    #: The relative error that is allowed for each output, and what of it is for the sake of quantisation alone.
     tolerances: dict[str, float] = field(default_factory=dict)
+    moved: dict[str, float] = field(default_factory=dict)
+    #: What the model as it is makes of the cases, if that is not what it is judged by.
+    remarks: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def of_model(
+        loaded: onnx.ModelProto,
+        specs: Sequence[InputSpec],
+        path: str | None = None,
+        allowed: Callable[[Mapping[str, int]], bool] = lambda sizes: True,
+    ) -> Verifier:
+        """The reference results of ``loaded`` (from ``frontend.load``), with inputs ``specs``; ``path``: the file that it came from.
+
+        Raises InvalidModel if onnxruntime refuses the model, VerificationError if it runs it on no made-up inputs.
+        """
+        if not half.has_half(loaded):
+            nudged = [ort_session(m) for m in nudge(loaded)]
+            return Verifier.of(specs, ort_session(path or loaded), nudged, allowed, _output_dtypes(loaded))
+        verifier = Verifier.of(
+            specs, Promoted(loaded), [Promoted(m) for m in nudge(loaded)], allowed, _output_dtypes(loaded)
+        )
+        verifier.remarks = _as_it_is(path or loaded, verifier)
+        return verifier
 
     @staticmethod
     def of(
         specs: Sequence[InputSpec],
-        session: onnxruntime.InferenceSession,
-        nudged: Sequence[onnxruntime.InferenceSession] = (),
+        session: Reference,
+        nudged: Sequence[Reference] = (),
         allowed: Callable[[Mapping[str, int]], bool] = lambda sizes: True,
+        dtypes: Mapping[str, str] | None = None,
     ) -> Verifier:
-        """The reference results of a model with inputs ``specs``; ``session`` is onnxruntime on it.
+        """The reference results of a model with inputs ``specs``; ``session`` runs it, as onnxruntime does.
 
         ``nudged`` (see ``nudge``): the same model, its weights moved by about a rounding. Where that moves an output by more than
-        the tolerance, so may we. ``allowed``: whether the graph is meant for given sizes.
+        the tolerance, so may we. ``allowed``: whether the graph is meant for given sizes. ``dtypes``: of the outputs.
         """
         names = [o.name for o in session.get_outputs()]
         length, sizes = _longest(session, specs, names, allowed)
@@ -112,21 +175,22 @@ class Verifier:
             expected = _try(session, names, feeds)
             if expected is not None:
                 cases.append((feeds, expected))
-        tolerances = dict.fromkeys(names, TOLERANCE)
+        tolerances = {name: TOLERANCE + ROUNDING.get((dtypes or {}).get(name, ""), 0.0) for name in names}
+        moved: dict[str, float] = {}
         for other in nudged:
             for feeds, expected in cases:
-                for name, moved, reference in zip(names, other.run(names, dict(feeds)), expected, strict=True):
-                    error = relative_error(np.asarray(moved), reference)
-                    tolerances[name] = max(tolerances[name], min(_NUDGE_MARGIN * error, _LOOSEST))
-        return Verifier(names, cases, sizes, tolerances)
+                for name, found, reference in zip(names, other.run(names, dict(feeds)), expected, strict=True):
+                    error = min(_NUDGE_MARGIN * relative_error(np.asarray(found), reference), _LOOSEST)
+                    if error > tolerances[name]:
+                        tolerances[name] = moved[name] = error
+        return Verifier(names, cases, sizes, tolerances, moved)
 
     def notes(self) -> list[str]:
         """What a reader of the report must know of how outputs were compared."""
-        return [
+        return self.remarks + [
             f"output '{name}' of this quantised model moves by rounding alone, in onnxruntime too: it was checked to "
             f"{allowed:.0e} of its scale, not to {TOLERANCE:.0e}"
-            for name, allowed in self.tolerances.items()
-            if allowed > TOLERANCE
+            for name, allowed in self.moved.items()
         ]
 
     def check(self, run: Runner, what: str) -> float:
@@ -170,8 +234,37 @@ def nudge(model: onnx.ModelProto) -> list[onnx.ModelProto]:
     return models
 
 
+def _output_dtypes(model: onnx.ModelProto) -> dict[str, str]:
+    from onnx import helper
+
+    return {o.name: helper.tensor_dtype_to_np_dtype(o.type.tensor_type.elem_type).name for o in model.graph.output}
+
+
+def _as_it_is(model: onnx.ModelProto | str, verifier: Verifier) -> list[str]:
+    """How a half-precision model, run as it is, differs from the float32 that it was judged by."""
+    judged = "half-precision model: judged by onnxruntime on the same model in float32"
+    try:
+        session = ort_session(model)
+    except InvalidModel:
+        return [f"{judged}; onnxruntime does not load it as it is"]
+    worst: dict[str, float] = {}
+    for feeds, expected in verifier.cases:
+        found = _try(session, verifier.names, feeds)
+        if found is None:
+            return [f"{judged}; onnxruntime does not run it as it is"]
+        for name, ours, reference in zip(verifier.names, found, expected, strict=True):
+            worst[name] = max(worst.get(name, 0.0), relative_error(ours, reference))
+    remarks = [
+        f"{judged}, from which onnxruntime on the model as it is differs by {max(worst.values(), default=0.0):.0e}"
+    ]
+    overflown = [name for name, error in worst.items() if error == float("inf")]
+    if overflown:
+        remarks = [f"{judged}; as it is, onnxruntime makes other infinities or NaN of output '{overflown[0]}'"]
+    return remarks
+
+
 def _longest(
-    session: onnxruntime.InferenceSession,
+    session: Reference,
     specs: Sequence[InputSpec],
     names: Sequence[str],
     allowed: Callable[[Mapping[str, int]], bool],
@@ -187,7 +280,7 @@ def _longest(
 
 
 def _try(
-    session: onnxruntime.InferenceSession, names: Sequence[str], feeds: Mapping[str, npt.NDArray[Any]]
+    session: Reference, names: Sequence[str], feeds: Mapping[str, npt.NDArray[Any]]
 ) -> list[npt.NDArray[Any]] | None:
     try:
         return [np.asarray(o) for o in session.run(list(names), dict(feeds))]

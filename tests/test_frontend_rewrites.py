@@ -15,7 +15,7 @@ from onnx import parser
 
 from coda_edge import ir
 from coda_edge.errors import UnsupportedOperator
-from coda_edge.frontend import load, normalize
+from coda_edge.frontend import load, normalize, to_normal_form
 from coda_edge.inputs import input_specs
 
 Array = npt.NDArray[Any]
@@ -116,7 +116,9 @@ def test_an_operator_that_onnxruntime_lacks_is_folded_too() -> None:
 
 
 def test_bfloat16_is_carried() -> None:
-    graph = normalize(load(_parse("(bfloat16[B] x) => (float[B] y) { h = Neg(x) y = Cast <to = 1> (h) }")))
+    graph = to_normal_form(
+        load(_parse("(bfloat16[B] x) => (float[B] y) { h = Neg(x) y = Cast <to = 1> (h) }")), keep_half=True
+    ).graph
     assert [str(np.dtype(n.outputs[0].dtype)) for n in graph.nodes] == ["bfloat16", "float32"]
 
 

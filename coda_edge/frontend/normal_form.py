@@ -16,6 +16,7 @@ from . import (
     decompose_attention,
     einsum,
     factors,
+    half,
     pooling,
     quantization,
     simplify,
@@ -85,7 +86,8 @@ class _State:
 def normalize(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int | str]] | None = None) -> gs.Graph:
     """``model`` (from ``load``) as a graph in normal form, every variable annotated with dtype and shape.
 
-    ``shapes`` gives inputs dimensions by name, as in ``{"input_ids": (1, 128)}``; a string names a dynamic size.
+    ``shapes`` gives inputs dimensions by name, as in ``{"input_ids": (1, 128)}``; a string names a dynamic size. Half-precision
+    tensors become float32 (see ``half``), but for inputs and outputs.
 
     ``to_normal_form`` gives the constraints on sizes too. ``model`` is not changed.
 
@@ -95,9 +97,11 @@ def normalize(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int | str]] 
     return to_normal_form(model, shapes).graph
 
 
-def to_normal_form(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int | str]] | None = None) -> NormalForm:
-    """As ``normalize``, with what was assumed of sizes."""
-    graph = gs.import_onnx(model)
+def to_normal_form(
+    model: onnx.ModelProto, shapes: Mapping[str, Sequence[int | str]] | None = None, keep_half: bool = False
+) -> NormalForm:
+    """As ``normalize``, with what was assumed of sizes. ``keep_half``: half-precision tensors stay so, for targets that compute in it."""
+    graph = gs.import_onnx(model) if keep_half else half.import_promoted(model)
     bind(graph, shapes or {})
     ir.remove_dead(graph)
     inline_constants(graph)

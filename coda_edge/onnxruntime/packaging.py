@@ -143,7 +143,7 @@ def _rename(model: onnx.ModelProto, claims: Claims) -> dict[str, str]:
 
 def _verify(loaded: onnx.ModelProto, exported: onnx.ModelProto, library: bytes, target: Target) -> float | None:
     """The error with the library; None if this machine cannot run it. Raises VerificationError."""
-    verifier = Verifier.of(input_specs(loaded), ort_session(loaded))
+    verifier = Verifier.of_model(loaded, input_specs(loaded))
     verifier.check(_runner(ort_session(exported)), "the model without its library")
     if target.missing():
         return None

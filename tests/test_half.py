@@ -1,0 +1,158 @@
+"""float16 and bfloat16 models: computed in float32, half only where a caller sees it."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from graphs import load_fixture, run
+from halves import to_half
+from onnx import TensorProto
+from rewriting import model, normal
+
+from coda_edge.driver import Optimized, optimize
+from coda_edge.export import to_model
+from coda_edge.frontend import load, normalize
+from coda_edge.frontend.half import has_half, promote
+from coda_edge.session import Session
+from coda_edge.verify import ROUNDING, TOLERANCE
+
+BOTH = pytest.mark.parametrize("element", [TensorProto.FLOAT16, TensorProto.BFLOAT16], ids=["float16", "bfloat16"])
+
+
+def _session(optimized: Optimized, tmp_path) -> Session:
+    optimized.save(tmp_path / "m.coda")
+    return Session(str(tmp_path / "m.coda"), threads=1)
+
+
+def _ops(m: onnx.ModelProto) -> list[str]:
+    return sorted(n.op for n in normalize(load(m)).nodes if n.op != "Cast")
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["bert.sdpa.ts17", "llama.sdpa.dyn20", "gpt2.sdpa.dyn23"])
+def test_a_half_model_comes_to_the_normal_form_of_its_float32_twin(name: str, element: int) -> None:
+    graph = normalize(load(to_half(load_fixture(name), element)))
+    assert _ops(to_half(load_fixture(name), element)) == _ops(load_fixture(name))
+    floats = {str(np.dtype(t.dtype)) for n in graph.nodes for t in n.outputs if t not in graph.outputs}
+    assert not floats & {"float16", "bfloat16"}
+
+
+def test_a_model_without_half_is_left_alone() -> None:
+    m = load(load_fixture("unit.swiglu.dyn20"))
+    assert not has_half(m) and promote(m) is m
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "y = Cast <to = 10> (x)",
+        "s = Shape (x) c = ConstantOfShape <value = float16[1] {2}> (s) f = Cast <to = 1> (c) y = Mul (x, f)",
+        "h = Cast <to = 10> (x) z = CastLike (x, h) y = Cast <to = 1> (z)",
+        "i = EyeLike <dtype = 10> (x) f = Cast <to = 1> (i) y = Mul (x, f)",
+    ],
+)
+def test_half_is_found_wherever_a_model_makes_it(body: str) -> None:
+    out = "float16" if "to = 10> (x)" in body and "CastLike" not in body else "float"
+    m = load(model(f"g (float[3, 3] x) => ({out}[3, 3] y) {{ {body} }}", {}))
+    assert has_half(m)
+    assert not has_half(promote(m))
+
+
+def test_an_if_inside_is_promoted() -> None:
+    m = load(
+        model(
+            """
+            g (float16[n, 4] x) => (float16[n, 4] y) {
+                s = Shape (x) d = Gather (s, zero) c = Greater (d, zero)
+                y = If (c) <then_branch = a () => (float16[n, 4] p) { p = Add (x, w) },
+                            else_branch = b () => (float16[n, 4] q) { q = Sub (x, w) }>
+            }
+            """,
+            {"w": np.float16(1.5), "zero": np.int64(0)},
+        )
+    )
+    assert not has_half(promote(m))
+    x = np.array([[1, 2, 3, 4]], np.float16)
+    assert np.array_equal(run(promote(m), {"x": x.astype(np.float32)})[0], x.astype(np.float32) + 1.5)
+
+
+def test_inputs_and_outputs_keep_their_dtype_and_values(tmp_path) -> None:
+    """A 16-bit float that goes in comes out, an input that is an output too."""
+    m = model(
+        "g (float16[n, 5] x) => (float16[n, 5] x2, float16[n, 5] y) { x2 = Identity (x) y = Mul (x, two) }",
+        {"two": np.float16(2)},
+    )
+    x = np.array([[0, -0.0, 6e-8, 65504, np.inf], [1, np.nan, -6.1e-5, 40000, -2]], np.float16)
+    with _session(optimize(m, verify=False), tmp_path) as session:
+        assert [i.type for i in (*session.get_inputs(), *session.get_outputs())] == ["tensor(float16)"] * 3
+        same, twice = session.run(None, {"x": x})
+    assert same.dtype == np.float16 and np.array_equal(same, x, equal_nan=True)
+    with np.errstate(over="ignore"):
+        assert np.array_equal(twice, x * np.float16(2), equal_nan=True)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_row_statistics_of_large_values(norm: str, tmp_path) -> None:
+    """|x| up to 6e4: squares are beyond float16, sums of them too."""
+    center = "x" if norm == "rms" else "Sub (x, mean)"
+    m = model(
+        f"""
+        g (float16[n, 48] x) => (float16[n, 20] y) {{
+            mean = ReduceMean <keepdims = 1> (x, last)
+            c = {center if norm == "layer" else "Identity (x)"}
+            s = Mul (c, c)
+            v = ReduceMean <keepdims = 1> (s, last)
+            e = Add (v, eps)
+            d = Sqrt (e)
+            h = Div (c, d)
+            n = Mul (h, gain)
+            y = MatMul (n, w)
+        }}
+        """,
+        {
+            "last": np.array([1]),
+            "eps": np.float16(1e-5),
+            "gain": normal(48).astype(np.float16),
+            "w": (normal(48, 20) / 7).astype(np.float16),
+        },
+    )
+    values = {i.name: onnx.numpy_helper.to_array(i).astype(np.float64) for i in m.graph.initializer}
+    x = (np.random.default_rng(0).uniform(-6e4, 6e4, (7, 48))).astype(np.float16)
+    wide = x.astype(np.float64)
+    centred = wide - (wide.mean(1, keepdims=True) if norm == "layer" else 0)
+    expected = (centred / np.sqrt((centred**2).mean(1, keepdims=True) + values["eps"]) * values["gain"]) @ values["w"]
+    optimized = optimize(m)
+    assert "other infinities or NaN" in optimized.report.notes[0] or "differs by" in optimized.report.notes[0]
+    with _session(optimized, tmp_path) as session:
+        (y,) = session.run(None, {"x": x})
+    assert np.abs(y - expected).max() <= 2.0**-10 * np.abs(expected).max()
+
+
+def test_what_half_would_round_is_not_rounded() -> None:
+    """As documented: 1e9 cast to float16 stays 1e9, a sum beyond 65504 stays finite; stored infinities stay."""
+    m = model(
+        """
+        g (float[n, 4] x) => (float[n, 4] y, float[n, 4] z, float[n, 4] u) {
+            h = Cast <to = 10> (x)
+            y = Cast <to = 1> (h)
+            s = Add (h, most)
+            z = Cast <to = 1> (s)
+            t = Add (h, infinite)
+            u = Cast <to = 1> (t)
+        }
+        """,
+        {"most": np.float16(65504), "infinite": np.float16(-np.inf)},
+    )
+    x = np.array([[-1e9, 60000, 1.0001, 0]], np.float32)
+    y, z, u = run(to_model(normalize(load(m))), {"x": x})
+    assert np.array_equal(y, x)
+    assert np.array_equal(z, x + np.float32(65504))
+    assert np.isneginf(u).all()
+
+
+@pytest.mark.parametrize("name", ["bert.sdpa.dyn18", "llama_kv.sdpa.ts17", "gpt2.sdpa.ts17"])
+def test_kernels_of_float16_models_are_verified(name: str) -> None:
+    report = optimize(to_half(load_fixture(name))).report
+    assert report.max_rel_error is not None and report.max_rel_error <= TOLERANCE + ROUNDING["float16"]
+    assert "judged by onnxruntime on the same model in float32" in report.notes[0]
