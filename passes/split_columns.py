@@ -6,7 +6,8 @@ also interleaved), a Slice or Gather. Then each choice C is x · W[:, C], with t
 packed is thus no different from what is not; ``merge_gates`` and ``merge_projections`` find again what is best done at once, and columns
 that nobody reads are not computed.
 
-Conditions: W is a constant matrix; no column is in two different choices.
+Conditions: W is a constant matrix; no column is in two different choices; choices do not become one tensor again (the parts of a head
+that is rotated in part).
 Refused without a word: a product that something reads whole. It is stored anyway.
 """
 
@@ -37,6 +38,10 @@ from coda_edge.symbolic import Dim, same
 from .base import Pass, PassLog
 from .heads import Labels, sliced
 from .pieces import Pieces
+
+
+_MOVES = ("Transpose", "Slice", "Gather", *VIEWS)
+"""Operators that choose and rearrange."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ def _split(graph: gs.Graph, editor: GraphEditor, pieces: Pieces, matmul: gs.Node
     if not choices:
         return False
     taken = [c for columns in {tuple(_flat(s)) for _, s in choices} for c in columns]
-    if len(set(taken)) < len(taken):
+    if len(set(taken)) < len(taken) or _joined([t for t, _ in choices]):
         return False
     for tensor, seen in choices:
         editor.replace(tensor, _written(editor, pieces.columns(seen.base, _flat(seen)), tensor, seen))
@@ -106,6 +111,23 @@ def _arranged(graph: gs.Graph, tensor: gs.Variable, seen: _Seen) -> tuple[gs.Var
     node = sole_consumer(graph, tensor)
     made = _through(node, tensor, seen) if node is not None and node.op in ("Transpose", *VIEWS) else None
     return (tensor, seen) if node is None or made is None else _arranged(graph, node.outputs[0], made)
+
+
+def _joined(choices: list[gs.Variable]) -> bool:
+    """Whether a Concat takes what elementwise operators and rearrangements make of two of ``choices``."""
+    met: dict[int, int] = {}
+    for i, choice in enumerate(choices):
+        stack, seen = list(choice.outputs), set[int]()
+        while stack:
+            node = stack.pop()
+            if id(node) in seen or node.domain:
+                continue
+            seen.add(id(node))
+            if node.op == "Concat" and met.setdefault(id(node), i) != i:
+                return True
+            if node.op in ELEMENTWISE or node.op in _MOVES:
+                stack += [u for t in node.outputs for u in t.outputs]
+    return False
 
 
 def _through(node: gs.Node, tensor: gs.Variable, seen: _Seen) -> _Seen | None:

@@ -112,6 +112,10 @@ _KEPT = {
         "float[B, S, 6] y, float[B, S, 20] z",
     ),
     "rows are chosen": ("y = Slice(p, from0, to4, from1)", "float[B, T, 48] y"),
+    "parts of one tensor": (
+        "k = Slice(p, from0, to24, last) l = Slice(p, to24, end, last) n = Neg(l) y = Concat <axis = -1> (k, n)",
+        "float[B, S, 48] y",
+    ),
 }
 
 
