@@ -24,6 +24,7 @@ from .epilogue.onnx import MIN_OPSET, ONNX_DTYPES, Emitter, emit_onnx
 from .epilogue.ops import OPERATORS
 from .epilogue.program import EpilogueProgram, Kind, StepKind
 from .errors import InvalidModel
+from .export_attention import attention_nodes, input_names, output_names
 from .files import atomic
 from .ir import DOMAIN, Tensor, copy_nodes, in_order
 
@@ -187,42 +188,20 @@ def _gemm_body(functions: _Functions, node: gs.Node) -> _Body:
     emitter = Emitter("product_")
     acc = _as_accumulator(emitter, emitter.node("MatMul", *inputs[:2]), node.inputs[0], program)
     columns = int(node.inputs[1].shape[-1])
-    nodes = emitter.nodes + emit_onnx(program, [acc, *inputs[2:]], outputs, "epilogue_", columns=columns)
+    nodes = emit_onnx(program, [acc, *inputs[2:]], outputs, "epilogue_", columns=columns, before=emitter.nodes)
     return _words(program), inputs, outputs, nodes
 
 
 def _attention_body(functions: _Functions, node: gs.Node) -> _Body:
-    """Y = merge_heads(softmax(score(q @ kᵀ, operands…)) @ v)."""
+    """Y = merge_heads(softmax(score(q @ kᵀ, operands…)) @ v); all keys and values if asked for."""
     program = EpilogueProgram.parse(node.attrs["score"])
-    inputs, _ = _signature(["q", "k", "v"], program)
-    before = Emitter("product_")
-    k, v = (_repeated(before, name, node.inputs[0], t) for name, t in zip(inputs[1:3], node.inputs[1:3], strict=True))
-    product = before.node("MatMul", inputs[0], before.node("Transpose", k, perm=[0, 1, 3, 2]))
-    acc = _as_accumulator(before, product, node.inputs[0], program)
-    score = emit_onnx(program, [acc, *inputs[3:]], ["scores"], "score_")
-    after = Emitter("out_")
-    dtype = program.dtypes()[program.outputs[0].value]
-    p = after.node("Softmax", "scores", axis=-1)
-    if node.attrs.get("guard", 0):
-        p = after.node("Where", after.node("IsNaN", p), after.literal(0.0, dtype), p)
-    if ONNX_DTYPES[dtype] != _element_type(node.inputs[2]):
-        p = after.node("Cast", p, to=_element_type(node.inputs[2]))
-    heads = after.node("Transpose", after.node("MatMul", p, v), perm=[0, 2, 1, 3])
-    width = node.outputs[0].shape[-1] if node.outputs[0].shape else -1
-    merged = after.node("Reshape", heads, after.ints([0, 0, width if isinstance(width, int) else -1]))
-    after.name_results([merged], ["Y"])
-    words = [*_words(program, vector="mask", tensor="mask"), *(["guard"] if node.attrs.get("guard", 0) else [])]
-    return words, inputs, ["Y"], [*before.nodes, *score, *after.nodes]
-
-
-def _repeated(emitter: Emitter, name: str, q: Tensor, kv: Tensor) -> str:
-    """Keys or values ``[B,Hkv,S,D]`` as ``[B,H,S,D]``: each head once for every query head of its group."""
-    heads, kv_heads, depth = q.shape[1], kv.shape[1], kv.shape[3]
-    if heads == kv_heads:
-        return name
-    grouped = emitter.node("Unsqueeze", name, emitter.ints([2]))
-    repeated = emitter.node("Expand", grouped, emitter.ints([1, 1, heads // kv_heads, 1, 1]))
-    return emitter.node("Reshape", repeated, emitter.ints([0, heads, -1, depth]))
+    given = input_names(node)
+    rest = len(node.inputs) - len(given)
+    inputs, _ = _signature(given, program)
+    inputs = [*inputs[: len(given)], *(inputs[-rest:] if rest else [])]
+    words = _words(program, vector="mask", tensor="mask")
+    words += [word for word in ("bands", "past", "sink", "guard") if node.attrs.get(word, 0)]
+    return words, inputs, output_names(node), attention_nodes(node, program, inputs)
 
 
 def _row_moments_body(functions: _Functions, node: gs.Node) -> _Body:

@@ -51,11 +51,15 @@ def _stored(call: Call, program: EpilogueProgram, output: Output, rows: tuple[Di
 @shape_rule("Attention", domain="coda")
 def _attention(call: Call) -> list[Type]:
     batch, heads, rows, depth = call.shape(0)
-    call.equate(depth, call.shape(1)[3])
-    call.equate(call.shape(1)[2], call.shape(2)[2])
-    v = call.shape(2)
-    batch = broadcast(call, (batch,), (v[0],))[0]
-    return [(call.dtype(), (batch, rows, simplify(heads * v[3])))]
+    k, v = call.shape(1), call.shape(2)
+    call.equate(depth, k[3])
+    call.equate(k[2], v[2])
+    batch = broadcast(call, (batch,), (k[0],), (v[0],))[0]
+    result = (call.dtype(), (batch, rows, simplify(heads * v[3])))
+    if not call.attr("present", 0):
+        return [result]
+    keys = simplify(k[2] + (call.shape(3)[2] if call.attr("past", 0) else 0))
+    return [result, *((call.dtype(i), (*t[:2], keys, t[3])) for i, t in ((1, k), (2, v)))]
 
 
 @shape_rule("RowMoments", domain="coda")

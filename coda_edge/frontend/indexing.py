@@ -39,6 +39,15 @@ class Formula:
     value: Dim
     dims: tuple[Dim, ...]
 
+    @classmethod
+    def of(cls, tensor: gs.Constant) -> Formula | None:
+        """The formula of a constant that is one number throughout, or counts along one axis."""
+        return _constant(tensor)
+
+    def aligned(self, dims: Sequence[Dim]) -> Formula:
+        """The formula broadcast to ``dims``."""
+        return _aligned(self, dims)
+
     def moved(self, axes: dict[int, int], dims: Sequence[Dim]) -> Formula:
         """The formula in a tensor of shape ``dims`` where axis ``a`` is at ``axes[a]``."""
         names = {axis_symbol(a): axis_symbol(b) for a, b in axes.items()}
@@ -118,7 +127,10 @@ class _Analysis:
         if node.op in ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose"):
             return _rearranged(first, node, dims)
         if node.op == "Slice":
-            return _sliced(first, node, dims)
+            return _sliced(first, [self._known(t) for t in (node.inputs[1], *node.inputs[3:])], dims)
+        if node.op == "CumSum" and first.value == 1 and not any(node.attrs.get(a, 0) for a in ("exclusive", "reverse")):
+            axis = ir.scalar_value(node.inputs[1])
+            return None if axis is None else Formula(axis_symbol(int(axis) % len(dims)) + 1, dims)
         if len(operands) != 2 or operands[1] is None or first.value in (sympy.true, sympy.false):
             return None
         a, b = _aligned(first, dims).value, _aligned(operands[1], dims).value
@@ -129,6 +141,23 @@ class _Analysis:
             combined = {"Add": lambda: a + b, "Sub": lambda: a - b, "Mul": lambda: a * b}[node.op]()
             return Formula(simplify(combined), dims)
         return None
+
+    def _known(self, tensor: ir.Tensor) -> list[Dim] | None:
+        value = ir.constant_value(tensor) if isinstance(tensor, gs.Constant) else self.info.values.get(tensor.name)
+        return None if value is None else [_number(v) for v in value.reshape(-1)]
+
+
+def formulas(graph: gs.Graph, info: SymbolicInfo) -> dict[str, Formula]:
+    """The formulas of the integer and bool tensors of ``graph`` that have one, by name. Shapes must be annotated."""
+    return _analysed(graph, info, trace(graph)).formulas
+
+
+def _analysed(graph: gs.Graph, info: SymbolicInfo, views: dict[str, View]) -> _Analysis:
+    analysis = _Analysis(info)
+    for node in ir.in_order(graph):
+        if node.outputs and node.outputs[0].name:
+            analysis.visit(node, views)
+    return analysis
 
 
 def _number(value: object) -> Dim:
@@ -170,14 +199,18 @@ def _rearranged(formula: Formula, node: gs.Node, dims: tuple[Dim, ...]) -> Formu
     return formula.moved({i: place[id(g[0])] for i, g in enumerate(end.source) if g}, dims)
 
 
-def _sliced(formula: Formula, node: gs.Node, dims: tuple[Dim, ...]) -> Formula | None:
-    given = [ir.constant_value(t) for t in (node.inputs[1], *node.inputs[3:])]
-    if any(v is None for v in given) or len(given) < 2 or (len(given) > 2 and any(given[2] != 1)):  # type: ignore[arg-type]
+def _sliced(formula: Formula, given: list[list[Dim] | None], dims: tuple[Dim, ...]) -> Formula | None:
+    """The formula after a Slice of ``given`` starts, axes and perhaps steps."""
+    starts, axes, *steps = given
+    if starts is None or axes is None or (steps and (steps[0] is None or any(s != 1 for s in steps[0]))):
         return None
     value = sympy.sympify(formula.value)
-    for start, axis in zip(given[0].tolist(), given[1].tolist(), strict=True):  # type: ignore[union-attr]
-        first = start if start >= 0 else formula.dims[axis] + start
-        value = value.subs(axis_symbol(axis % len(dims)), axis_symbol(axis % len(dims)) + first)
+    for start, axis in zip(starts, axes, strict=True):
+        if not nonnegative(start) and not isinstance(start, int):
+            return None
+        axis = int(axis) % len(dims)
+        first = start if nonnegative(start) else formula.dims[axis] + start
+        value = value.subs(axis_symbol(axis), axis_symbol(axis) + first)
     return Formula(simplify(value), dims)
 
 
@@ -204,13 +237,8 @@ def simplify_indexing(graph: gs.Graph, info: SymbolicInfo) -> int:
     share one size. Shapes must be annotated; the new tensors' are too.
     """
     views = trace(graph)
-    analysis = _Analysis(info)
-    order = ir.in_order(graph)
-    for node in order:
-        if node.outputs and node.outputs[0].name:
-            analysis.visit(node, views)
-    rewriter = _Rewriter(graph, analysis, views)
-    return sum(rewriter.rewrite(node) for node in order)
+    rewriter = _Rewriter(graph, _analysed(graph, info, views), views)
+    return sum(rewriter.rewrite(node) for node in ir.in_order(graph))
 
 
 class _Rewriter:

@@ -3,65 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import reduce
 
 from tvm import tirx
 
 from ..epilogue.program import EpilogueProgram, Kind
 from ..epilogue.tir import STORAGE, Evaluator, Place, cast
-from ..schedule.attention import AttentionSchedule
+from .attention_shape import AttentionShape
 from .body import Body, Buffer, Expr, external, f32, index, load, ramp, widen
 from .intrinsics import exp_of_negative, select
 
+_SIDES = ("first", "last")
 _LOWEST = -3.4028234663852886e38
 
 
 @dataclass(frozen=True)
-class AttentionShape:
-    """What an attention kernel is generic over: everything but the numbers of heads, queries and keys.
+class _Keys:
+    """Keys and values that lie together: number ``first`` to ``stop`` of all keys. ``row`` is the first one of this head's."""
 
-    ``program`` is over the transposed tile (keys × queries); ``varies``: whether each operand varies over the keys. ``group``: how many
-    heads share their keys and values.
-    """
-
-    program: EpilogueProgram
-    depth: int
-    columns: int
-    guard: bool
-    schedule: AttentionSchedule
-    varies: tuple[bool, ...]
-    group: int = 1
-
-    @cached_property
-    def per_query(self) -> tuple[str, ...]:
-        """Operands with one value a query: read once an item."""
-        return tuple(p.name for p in self.program.params[1:] if p.kind is Kind.COL)
-
-    @cached_property
-    def layout(self) -> dict[str, int]:
-        """Where each array lies in the thread's scratch, in float32; ``end`` is its size."""
-        s = self.schedule
-        sizes = {
-            "q": self.depth * s.queries,
-            "p": (s.keys + s.key_rows - 1) * s.queries,
-            "max": s.queries,
-            "new_max": s.queries,
-            "sum": s.queries,
-            "correction": s.queries,
-            "operands": len(self.per_query) * s.queries,
-            "out": s.queries * self.columns,
-        }
-        starts, at = {}, 0
-        for name, size in sizes.items():
-            starts[name] = at
-            at += size
-        return {**starts, "end": at}
-
-    @property
-    def scratch(self) -> int:
-        """float32 of scratch."""
-        return self.layout["end"]
+    k: Buffer
+    v: Buffer
+    first: Expr
+    stop: Expr
+    k_row: Expr
+    v_row: Expr
 
 
 class AttentionKernel:
@@ -72,44 +39,125 @@ class AttentionKernel:
         self.schedule = shape.schedule
         self.body = Body()
         self.q, self.k, self.v, self.out = (external(n) for n in ("q", "k", "v", "out"))
-        params = shape.program.params[1:]
-        self.operands = {p.name: external(p.name, STORAGE[p.dtype]) for p in params}
+        self.past = [external(n) for n in ("past_k", "past_v")] if shape.past else []
+        self.present = [external(n) for n in ("present_k", "present_v")] if shape.present else []
+        self.operands = {p.name: external(p.name, STORAGE[p.dtype]) for p in shape.params}
         self.varies = dict(zip(self.operands, shape.varies, strict=True))
+        self.read = {**self.operands, **({"sink": external("sink")} if shape.sink else {})}
         self.scratch = external("scratch")
         self.heads, self.queries, self.keys, self.begin, self.end = (
             tirx.Var(n, "int64") for n in ("heads", "queries", "keys", "begin", "end")
         )
-        self.strides = {
-            name: [tirx.Var(f"{name}_{axis}", "int64") for axis in ("batch", "head", "query")] for name in self.operands
-        }
+        self.past_keys = tirx.Var("past_keys", "int64") if shape.past else index(0)
+        axes = {name: ("batch", "head", "query", *(["turns"] if turns else [])) for name, turns in self._turns()}
+        self.strides = {name: [tirx.Var(f"{name}_{axis}", "int64") for axis in axes[name]] for name in self.read}
+        self.bands = [
+            tuple(tirx.Var(f"{side}{i}", "int64") if there else None for side, there in zip(_SIDES, band, strict=True))
+            for i, band in enumerate(shape.bands)
+        ]
         self.bases: dict[str, Expr] = {}
+
+    def _turns(self) -> list[tuple[str, bool]]:
+        repeated = self.shape.repeated or (False,) * len(self.read)
+        return list(zip(self.read, repeated, strict=True))
 
     def items(self, symbol: str) -> tirx.PrimFunc:
         """The kernel."""
         body, s = self.body, self.schedule
         with body.loop(self.begin, self.end, "item") as item:
-            blocks = body.let(tirx.floordiv(self.queries + (s.queries - 1), index(s.queries)), "blocks")
+            blocks = tirx.floordiv(self.queries + (s.queries - 1), index(s.queries))
+            blocks = body.let(tirx.max(blocks, index(1)) if self.present else blocks, "blocks")
             self.pair = body.let(tirx.floordiv(item, blocks), "pair")
             self.batch = body.let(tirx.floordiv(self.pair, self.heads), "batch")
             self.head = body.let(self.pair - self.batch * self.heads, "head")
-            self.shared = body.let(tirx.floordiv(self.pair, index(self.shape.group)), "shared")
             self.first = body.let((item - self.pair * blocks) * s.queries, "first")
             self.count = body.let(tirx.min(self.queries - self.first, index(s.queries)), "count")
             self.vectors = body.let(tirx.floordiv(self.count + (s.lanes - 1), index(s.lanes)), "vectors")
-            for name, (batch, head, _) in self.strides.items():
-                self.bases[name] = body.let(self.batch * batch + self.head * head, f"{name}_base")
+            for name, (batch, head, _, *turns) in self.strides.items():
+                entry = tirx.floormod(self.batch, turns[0]) if turns else self.batch
+                self.bases[name] = body.let(entry * batch + self.head * head, f"{name}_base")
             self._start()
-            with body.loop(0, tirx.floordiv(self.keys + (s.keys - 1), index(s.keys)), "block") as block:
-                first = body.let(block * s.keys, "first_key")
-                count = body.let(tirx.min(self.keys - first, index(s.keys)), "key_count")
-                self._scores(first, count)
-                self._probabilities(count)
-                self._values(first, count)
+            self._attend()
             self._finish()
+            if self.present:
+                self._append()
         strides = [v for row in self.strides.values() for v in row]
-        buffers = [self.q, self.k, self.v, *self.operands.values(), self.out, self.scratch]
-        sizes = [self.heads, self.queries, self.keys, *strides, self.begin, self.end]
+        bounds = [v for band in self.bands for v in band if v is not None]
+        buffers = [self.q, self.k, self.v, *self.past, *self.read.values(), self.out, *self.present, self.scratch]
+        past = [self.past_keys] if self.past else []
+        sizes = [self.heads, self.queries, self.keys, *past, *strides, *bounds, self.begin, self.end]
         return body.function(symbol, [*buffers, *sizes])
+
+    def _head_of(self, tensor: str) -> Expr:
+        """The number of this head in q, k or v."""
+        pair = self.head if tensor in self.shape.shared else self.pair
+        return pair if tensor == "q" else tirx.floordiv(pair, index(self.shape.group))
+
+    def _segments(self) -> list[_Keys]:
+        """The keys in order, by where they lie."""
+        rows = {t: self.body.let(self._head_of(t), f"{t}_head") for t in ("k", "v")}
+        new = self.keys - self.past_keys if self.past else self.keys
+        k, v = (self.body.let(rows[t] * new, f"{t}_row") for t in ("k", "v"))
+        segment = _Keys(self.k, self.v, self.past_keys, self.keys, k, v)
+        if not self.past:
+            return [segment]
+        old_k, old_v = (self.body.let(rows[t] * self.past_keys, f"past_{t}_row") for t in ("k", "v"))
+        return [_Keys(self.past[0], self.past[1], index(0), self.past_keys, old_k, old_v), segment]
+
+    def _attend(self) -> None:
+        """Goes over all keys, but for those that bands hide from every query of the item, unless a query sees no other."""
+        body = self.body
+        self.segments = self._segments()
+        last = body.let(self.first + self.count - 1, "last_query")
+        firsts = [(i, first) for i, (first, _) in enumerate(self.bands) if first is not None]
+        lasts = [(i, stop) for i, (_, stop) in enumerate(self.bands) if stop is not None]
+        clip = lambda e: tirx.max(index(0), tirx.min(e, self.keys))  # noqa: E731
+        if self.bands:
+            self.inner = (
+                body.let(_most(tirx.max, index(0), [last + first for _, first in firsts]), "inner_first"),
+                body.let(_most(tirx.min, self.keys, [self.first + stop + 1 for _, stop in lasts]), "inner_stop"),
+            )
+        hiding = self.shape.hiding
+        if not hiding:
+            self._pass_over(index(0), self.keys)
+            return
+        low = body.let(
+            clip(_most(tirx.max, index(0), [self.first + first for i, first in firsts if i in hiding])), "low"
+        )
+        high = _most(tirx.min, self.keys, [last + stop + 1 for i, stop in lasts if i in hiding])
+        high = body.let(tirx.max(low, clip(high)), "high")
+        if math.isinf(self.shape.threshold):
+            self._pass_over(low, high)
+            return
+        wanted = body.alloc(1, "int64", "wanted")
+        body.store(wanted, 0, index(1))
+        with body.loop(0, 3, "part") as part:
+            with body.when(part.equal(index(1))):
+                body.store(wanted, 0, index(0))
+                with body.loop(0, self.count, "row") as row:
+                    seen = load(self.scratch, self._at("max", row)) > f32(self.shape.threshold)
+                    with body.when(tirx.Not(seen)):
+                        body.store(wanted, 0, index(1))
+            start = tirx.Select(part < 1, low, tirx.Select(part < 2, index(0), high))
+            stop = tirx.Select(part < 1, high, tirx.Select(part < 2, low, self.keys))
+            start = body.let(start, "start")
+            self._pass_over(start, body.let(tirx.Select(load(wanted, 0) > index(0), stop, start), "stop"))
+
+    def _pass_over(self, start: Expr, stop: Expr) -> None:
+        """Adds what keys ``start ≤ j < stop`` give."""
+        body, size = self.body, self.schedule.keys
+        for keys in self.segments:
+            low, high = start, stop
+            if len(self.segments) > 1:
+                low = body.let(tirx.max(start, keys.first), "from")
+                high = body.let(tirx.min(stop, keys.stop), "to")
+            blocks = body.let(tirx.floordiv(high - low + (size - 1), index(size)), "blocks")
+            with body.loop(0, tirx.max(blocks, index(0)), "block") as block:
+                first = body.let(low + block * size, "first_key")
+                count = body.let(tirx.min(high - first, index(size)), "key_count")
+                self._scores(keys, first, count)
+                self._probabilities(count)
+                self._values(keys, first, count)
 
     def _at(self, array: str, offset: Expr | int) -> Expr:
         return index(self.shape.layout[array]) + offset
@@ -124,41 +172,51 @@ class AttentionKernel:
         body, s, depth = self.body, self.schedule, self.shape.depth
         with body.loop(0, self.vectors, "vector") as vector:
             rows = body.let(
-                (self._query_rows(vector) + widen(self.pair * self.queries, s.lanes)) * index(depth), "rows"
+                (self._query_rows(vector) + widen(self._head_of("q") * self.queries, s.lanes)) * index(depth), "rows"
             )
             with body.loop(0, depth, "d") as d:
                 gathered = tirx.BufferLoad(self.q, [rows + widen(d, s.lanes)])
                 body.store(self.scratch, self._at("q", d * s.queries + vector * s.lanes), gathered)
             for slot, name in enumerate(self.shape.per_query):
-                stride = self.strides[name][2]
-                at = self._query_rows(vector) * widen(stride, s.lanes) + widen(self.bases[name], s.lanes)
-                value = cast(tirx.BufferLoad(self.operands[name], [at]), "f32")
+                value = cast(self._per_query(name, vector), "f32")
                 body.store(self.scratch, self._at("operands", slot * s.queries + vector * s.lanes), value)
-            for array, value in (("max", -math.inf), ("new_max", -math.inf), ("sum", 0.0)):
-                body.store(self.scratch, self._at(array, vector * s.lanes), widen(f32(value), s.lanes))
+            most, total = widen(f32(-math.inf), s.lanes), widen(f32(0), s.lanes)
+            if self.shape.sink:
+                most = body.let(self._per_query("sink", vector), "sink")
+                total = select(most < f32(_LOWEST), 0.0, widen(f32(1), s.lanes))
+            for array, value in (("max", most), ("new_max", most), ("sum", total)):
+                body.store(self.scratch, self._at(array, vector * s.lanes), value)
         with body.loop(0, self.count, "row") as row, body.loop(0, self.shape.columns, "column") as column:
             body.store(self.scratch, self._at("out", row * self.shape.columns + column), f32(0))
 
-    def _scores(self, first: Expr, count: Expr) -> None:
+    def _per_query(self, name: str, vector: Expr) -> Expr:
+        """An operand that varies over queries at most, at a vector's queries."""
+        lanes = self.schedule.lanes
+        at = self._query_rows(vector) * widen(self.strides[name][2], lanes) + widen(self.bases[name], lanes)
+        return tirx.BufferLoad(self.read[name], [at])
+
+    def _scores(self, keys: _Keys, first: Expr, count: Expr) -> None:
         """The block's scores, ``p [keys, queries]``, and the queries' running maxima, ``new_max``."""
         body, s = self.body, self.schedule
         done = index(0)
         for vectors in (s.query_vectors >> i for i in range(s.query_vectors.bit_length())):
             panels = body.let(tirx.floordiv(self.vectors - done, index(vectors)), "panels")
             with body.loop(0, panels, "panel") as panel:
-                self._score_panel(first, count, done + panel * vectors, vectors)
+                self._score_panel(keys, first, count, done + panel * vectors, vectors)
             done = body.let(done + panels * vectors, "done")
 
-    def _score_panel(self, first: Expr, count: Expr, vector: Expr, vectors: int) -> None:
+    def _score_panel(self, keys: _Keys, first: Expr, count: Expr, vector: Expr, vectors: int) -> None:
         body, rows = self.body, self.schedule.key_rows
         tiles = body.let(tirx.floordiv(count, index(rows)), "tiles")
         with body.loop(0, tiles, "tile") as tile:
-            self._score_tile(first, tile * rows, vector, vectors)
+            self._score_tile(keys, first, tile * rows, vector, vectors)
         rest = body.let(count - tiles * rows, "rest")
         with body.when(rest > index(0)):
-            self._score_tile(first, tiles * rows, vector, vectors, rest)
+            self._score_tile(keys, first, tiles * rows, vector, vectors, rest)
 
-    def _score_tile(self, first: Expr, offset: Expr, vector: Expr, vectors: int, rest: Expr | None = None) -> None:
+    def _score_tile(
+        self, keys: _Keys, first: Expr, offset: Expr, vector: Expr, vectors: int, rest: Expr | None = None
+    ) -> None:
         """The scores of the keys from ``first + offset`` on; of the last ``rest`` keys, with the last one repeated."""
         body, s, depth = self.body, self.schedule, self.shape.depth
         rows = s.key_rows
@@ -166,11 +224,11 @@ class AttentionKernel:
         for a in acc.values():
             body.store(a, 0, widen(f32(0), s.lanes))
         key = body.let(first + offset, "key")
-        keys = [key + i if rest is None else body.let(tirx.min(key + i, self.keys - 1), "key") for i in range(rows)]
-        head = body.let(self.shared * self.keys, "head_start")
-        start = body.let((head + key) * depth, "start")
+        places = [key + i if rest is None else body.let(tirx.min(key + i, keys.stop - 1), "key") for i in range(rows)]
+        origin = body.let(keys.k_row - keys.first, "origin")
+        start = body.let((origin + key) * depth, "start")
         starts = [
-            start + i * depth if rest is None else body.let((head + k) * depth, "start") for i, k in enumerate(keys)
+            start + i * depth if rest is None else body.let((origin + k) * depth, "start") for i, k in enumerate(places)
         ]
         column = body.let(vector * s.lanes, "column")
         with body.loop(0, depth, "d") as d:
@@ -179,16 +237,38 @@ class AttentionKernel:
                 for j in range(vectors)
             ]
             for i in range(rows):
-                k = body.let(load(self.k, starts[i] + d), "k")
+                k = body.let(load(keys.k, starts[i] + d), "k")
                 for j, q in enumerate(queries):
                     a = acc[Place(i, 0, j)]
                     body.store(a, 0, load(a, 0, s.lanes) + widen(k, s.lanes) * q)
-        values = Evaluator(self.shape.program, body, lambda name, place: self._leaf(name, place, acc, keys, vector))
-        output = self.shape.program.outputs[0].value
+        within = self.shape.within
+        if within is None:
+            self._store_scores(self.shape.program, acc, places, offset, vector, vectors, rest)
+            return
+        inner = body.let(tirx.And(key >= self.inner[0], key + rows <= self.inner[1]).astype("int64"), "inner")
+        with body.when(inner > index(0)):
+            self._store_scores(within, acc, places, offset, vector, vectors, rest)
+        with body.when(inner < index(1)):
+            self._store_scores(self.shape.program, acc, places, offset, vector, vectors, rest)
+
+    def _store_scores(
+        self,
+        program: EpilogueProgram,
+        acc: dict[Place, Buffer],
+        places: list[Expr],
+        offset: Expr,
+        vector: Expr,
+        vectors: int,
+        rest: Expr | None,
+    ) -> None:
+        """What ``program`` makes of a tile of products, and the queries' running maxima."""
+        body, s = self.body, self.schedule
+        values = Evaluator(program, body, lambda name, place: self._leaf(program, name, place, acc, places, vector))
+        output, column = program.outputs[0].value, vector * s.lanes
         for j in range(vectors):
             at = body.let(self._at("new_max", column + j * s.lanes), "at")
             largest = load(self.scratch, at, s.lanes)
-            for i in range(rows):
+            for i in range(len(places)):
                 score = body.let(cast(values.value(output, Place(i, 0, j)), "f32"), "score")
                 body.store(self.scratch, self._at("p", (offset + i) * s.queries + column + j * s.lanes), score)
                 if rest is not None and i:
@@ -196,10 +276,21 @@ class AttentionKernel:
                 largest = body.let(tirx.Select(score > largest, score, largest), "largest")
             body.store(self.scratch, at, largest)
 
-    def _leaf(self, name: str, place: Place, acc: dict[Place, Buffer], keys: list[Expr], vector: Expr) -> Expr | None:
-        program, count = self.shape.program, self.schedule.lanes
+    def _leaf(
+        self,
+        program: EpilogueProgram,
+        name: str,
+        place: Place,
+        acc: dict[Place, Buffer],
+        keys: list[Expr],
+        vector: Expr,
+    ) -> Expr | None:
+        count = self.schedule.lanes
         if name == program.params[0].name:
             return load(acc[place], 0, count)
+        for param, (first, last) in zip(self.shape.band_params, self.bands, strict=True):
+            if param.name == name:
+                return self._in_band(first, last, keys[place.row], vector + place.part)
         if name not in self.operands:
             return None
         if name in self.shape.per_query:
@@ -212,6 +303,18 @@ class AttentionKernel:
             return load(self.operands[name], at)
         rows = self._query_rows(vector + place.part) * widen(self.strides[name][2], count)
         return tirx.BufferLoad(self.operands[name], [rows + widen(at, count)])
+
+    def _in_band(self, first: Expr | None, last: Expr | None, key: Expr, vector: Expr) -> Expr:
+        """Whether ``key`` is within the band of each query of a vector."""
+        lanes = self.schedule.lanes
+        query = ramp((self.first + vector * lanes).astype("int32"), lanes, tirx.const(1, "int32"))
+        clip = lambda e: tirx.max(index(-1), tirx.min(e, self.queries)).astype("int32")  # noqa: E731
+        tests = []
+        if last is not None:
+            tests.append(query >= widen(self.body.let(clip(key - last), "least"), lanes))
+        if first is not None:
+            tests.append(query <= widen(self.body.let(clip(key - first), "most"), lanes))
+        return tests[0] if len(tests) == 1 else tirx.And(*tests)
 
     def _probabilities(self, count: Expr) -> None:
         """Scores to unnormalised probabilities, the running sum, and by what the earlier blocks' results shrink."""
@@ -234,20 +337,20 @@ class AttentionKernel:
                 body.store(total, 0, load(total, 0, s.lanes) + p)
             body.store(self.scratch, self._at("sum", column), load(total, 0, s.lanes))
 
-    def _values(self, first: Expr, count: Expr) -> None:
+    def _values(self, keys: _Keys, first: Expr, count: Expr) -> None:
         """``out = out · correction + pᵀ v`` for the block's keys."""
         body, s, columns = self.body, self.schedule, self.shape.columns
         width = s.value_vectors * s.lanes
         tiles = tirx.floordiv(self.count + (s.value_rows - 1), index(s.value_rows))
-        start = body.let((self.shared * self.keys + first) * columns, "v_start")
+        start = body.let((keys.v_row + first - keys.first) * columns, "v_start")
         with body.loop(0, tiles, "tile") as tile:
             row = body.let(tile * s.value_rows, "row")
             with body.loop(0, columns // width, "panel") as panel:
-                self._value_tile(row, start, count, panel * width, width)
+                self._value_tile(keys, row, start, count, panel * width, width)
             if columns % width:
-                self._value_tile(row, start, count, index(columns // width * width), columns % width)
+                self._value_tile(keys, row, start, count, index(columns // width * width), columns % width)
 
-    def _value_tile(self, row: Expr, start: Expr, count: Expr, column: Expr, width: int) -> None:
+    def _value_tile(self, keys: _Keys, row: Expr, start: Expr, count: Expr, column: Expr, width: int) -> None:
         body, s, columns = self.body, self.schedule, self.shape.columns
         pieces = [(at, min(s.lanes, width - at)) for at in range(0, width, s.lanes)]
         acc: dict[tuple[int, int], Buffer] = {}
@@ -258,7 +361,7 @@ class AttentionKernel:
                 before = load(self.scratch, self._at("out", (row + i) * columns + column + at), n)
                 body.store(a, 0, before * widen(correction, n))
         with body.loop(0, count, "key") as key:
-            values = [body.let(load(self.v, start + key * columns + column + at, n), "v") for at, n in pieces]
+            values = [body.let(load(keys.v, start + key * columns + column + at, n), "v") for at, n in pieces]
             for i in range(s.value_rows):
                 p = body.let(load(self.scratch, self._at("p", key * s.queries + row + i)), "p")
                 for (at, n), v in zip(pieces, values, strict=True):
@@ -282,3 +385,30 @@ class AttentionKernel:
                 n = min(s.lanes, columns - at)
                 value = load(self.scratch, self._at("out", row * columns + at), n) * widen(inverse, n)
                 body.store(self.out, target + at, tirx.Select(widen(keep, n), value, widen(f32(0), n)))
+
+    def _append(self) -> None:
+        """Joins past and new rows: once for each head that has keys of its own."""
+        body = self.body
+        owner = tirx.And(self.first.equal(index(0)), tirx.floormod(self.head, index(self.shape.group)).equal(index(0)))
+        with body.when(owner):
+            widths = (self.shape.depth, self.shape.columns)
+            for target, width, part in zip(self.present, widths, ("k", "v"), strict=True):
+                whole = tirx.floordiv(self.pair, index(self.shape.group)) * self.keys
+                for keys in self.segments:
+                    source, row = (keys.k, keys.k_row) if part == "k" else (keys.v, keys.v_row)
+                    self._copy(
+                        source, row * width, target, (whole + keys.first) * width, (keys.stop - keys.first) * width
+                    )
+
+    def _copy(self, source: Buffer, start: Expr, target: Buffer, at: Expr, count: Expr) -> None:
+        body, lanes = self.body, self.schedule.lanes
+        start, at, count = body.let(start, "from"), body.let(at, "to"), body.let(count, "count")
+        vectors = body.let(tirx.floordiv(count, index(lanes)), "vectors")
+        with body.loop(0, vectors, "vector") as vector:
+            body.store(target, at + vector * lanes, load(source, start + vector * lanes, lanes))
+        with body.loop(vectors * lanes, count, "element") as element:
+            body.store(target, at + element, load(source, start + element))
+
+
+def _most(pick: Callable[[Expr, Expr], Expr], start: Expr, values: Sequence[Expr]) -> Expr:
+    return reduce(pick, values, start)

@@ -1,4 +1,4 @@
-"""How ``coda`` nodes with a template are lowered: from a graph node to the arguments of ``gemm`` and ``attention``."""
+"""How ``coda.Gemm`` is lowered: from a graph node to the arguments of ``gemm``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import onnx_graphsurgeon as gs
 
 from ..epilogue.program import EpilogueProgram
 from ..errors import ShapeError
-from ..ir import Tensor, constant_value, shape
-from ..symbolic import Dim
-from .attention import AttentionSizes, ScoreOperand, lower_attention
+from ..ir import constant_value, shape
 from .gemm import lower_gemm
 from .kernel import KernelCall
 from .pointwise import product
@@ -38,30 +36,3 @@ def lower_gemm_node(node: gs.Node, context: Context) -> list[KernelCall]:
             source=tuple(node.attrs.get("source", ())),
         )
     ]
-
-
-@kernel("Attention")
-def lower_attention_node(node: gs.Node, context: Context) -> list[KernelCall]:
-    """``coda.Attention``."""
-    q, k, v, *operands = node.inputs
-    batch, heads, queries, depth = shape(q)
-    _, kv_heads, keys, columns = shape(v)
-    return [
-        lower_attention(
-            context.target,
-            node.name,
-            EpilogueProgram.parse(node.attrs["score"]),
-            (q.name, k.name, v.name),
-            [ScoreOperand(t.name, _four(t)) for t in operands],
-            node.outputs[0].name,
-            AttentionSizes(batch, heads, queries, keys, int(depth), int(columns), int(heads) // int(kv_heads)),
-            bool(node.attrs["guard"]),
-            source=tuple(node.attrs.get("source", ())),
-        )
-    ]
-
-
-def _four(tensor: Tensor) -> tuple[Dim, Dim, Dim, Dim]:
-    """The shape of a score operand, with leading ones to four dimensions."""
-    dims = (*(1,) * (4 - len(shape(tensor))), *shape(tensor))
-    return dims[0], dims[1], dims[2], dims[3]

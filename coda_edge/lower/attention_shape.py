@@ -1,0 +1,95 @@
+"""What shapes an attention kernel: everything but sizes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..epilogue.program import EpilogueProgram, Kind, Param
+from ..schedule.attention import AttentionSchedule
+from .attention_program import bound, specialized
+
+#: Beyond this distance below the largest score of a query the exponential is 0.
+_NOTHING = 104.0
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What an attention kernel is generic over: everything but the numbers of heads, queries and keys.
+
+    ``program`` is over the transposed tile (keys × queries), ``varies``: whether each operand varies over the keys; ``group``: how many
+    heads share their keys and values. ``bands``: whether each has a first and a last diagonal. ``shared``: which of q, k and v have one
+    batch entry; ``repeated``: whether the batch entries of each operand, and last of the sink, take turns.
+    """
+
+    program: EpilogueProgram
+    depth: int
+    columns: int
+    guard: bool
+    schedule: AttentionSchedule
+    varies: tuple[bool, ...]
+    group: int = 1
+    bands: tuple[tuple[bool, bool], ...] = ()
+    past: bool = False
+    present: bool = False
+    sink: bool = False
+    shared: tuple[str, ...] = ()
+    repeated: tuple[bool, ...] = ()
+
+    @property
+    def band_params(self) -> tuple[Param, ...]:
+        """The parameters that say whether a key is in each band."""
+        return self.program.params[1 : 1 + len(self.bands)]
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        """The parameters that are operands."""
+        return self.program.params[1 + len(self.bands) :]
+
+    @cached_property
+    def within(self) -> EpilogueProgram | None:
+        """The program for tiles wholly within all bands, if it is another."""
+        return specialized(self.program, {p.name: True for p in self.band_params}) if self.bands else None
+
+    @cached_property
+    def hiding(self) -> dict[int, float]:
+        """The bands that hide the keys outside: by number, the largest score that such a key may have."""
+        limits = {i: bound(self.program, {p.name: False}) for i, p in enumerate(self.band_params)}
+        return {i: limit for i, limit in limits.items() if limit <= -1e4}
+
+    @property
+    def threshold(self) -> float:
+        """A query with a larger score than this gives nothing to the hidden keys; -inf if none does ever."""
+        limit = max(self.hiding.values(), default=-math.inf)
+        return limit if math.isinf(limit) else limit + _NOTHING
+
+    @cached_property
+    def per_query(self) -> tuple[str, ...]:
+        """Operands with one value a query: read once an item."""
+        return tuple(p.name for p in self.params if p.kind is Kind.COL)
+
+    @cached_property
+    def layout(self) -> dict[str, int]:
+        """Where each array lies in the thread's scratch, in float32; ``end`` is its size."""
+        s = self.schedule
+        sizes = {
+            "q": self.depth * s.queries,
+            "p": (s.keys + s.key_rows - 1) * s.queries,
+            "max": s.queries,
+            "new_max": s.queries,
+            "sum": s.queries,
+            "correction": s.queries,
+            "operands": len(self.per_query) * s.queries,
+            "out": s.queries * self.columns,
+        }
+        starts, at = {}, 0
+        for name, size in sizes.items():
+            starts[name] = at
+            at += size
+        return {**starts, "end": at}
+
+    @property
+    def scratch(self) -> int:
+        """float32 of scratch."""
+        return self.layout["end"]
