@@ -181,6 +181,16 @@ MOVEMENT: dict[str, tuple[str, dict[str, int]]] = {
         }""",
         {"Slice": 1},
     ),
+    "parts of a part": (
+        """(float[B, S, 40] x) => (float[B, S, 8] y, float[B, S, 8] z) {
+            one = Constant <value_ints = [1]> () two = Constant <value_ints = [2]> () four = Constant <value_ints = [4]> ()
+            t = Constant <value_ints = [0, 0, 5, 8]> () a = Reshape(x, t) m = Slice(a, one, four, two)
+            u = Constant <value_ints = [0, 0, 24]> () n = Reshape(m, u) v = Constant <value_ints = [0, 0, 3, 8]> () p = Reshape(n, v)
+            f = Slice(p, one, two, two) y = Squeeze(f, two)
+            three = Constant <value_ints = [3]> () l = Slice(p, two, three, two) z = Squeeze(l, two)
+        }""",
+        {"Slice": 3},
+    ),
     "a transposed matrix product": (
         """(float[S, B, 6] x) => (float[S, 2, B, 3] y) {
             a = Transpose <perm = [1, 0, 2]> (x) t = Constant <value_ints = [0, 0, 2, 3]> () b = Reshape(a, t)

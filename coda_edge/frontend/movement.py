@@ -206,7 +206,7 @@ def compose_movement(graph: gs.Graph) -> int:
     count = _sink_scalars(graph)
     emitter, views = SizeEmitter(graph), trace(graph)
     nodes = list(graph.nodes)
-    hoisted = sum(_hoist_slice(emitter, views, n) for n in nodes if n.op == "Slice" and not n.domain)
+    hoisted = sum(_hoist_slice(graph, emitter, views, n) for n in nodes if n.op == "Slice" and not n.domain)
     if hoisted:
         # A slice that moved may have been the source of a chain: those are for the next call.
         return count + hoisted
@@ -260,12 +260,14 @@ def _number(editor: ir.GraphEditor, tensor: gs.Constant) -> gs.Constant:
     return tensor if not value.ndim else editor.constant(f"{tensor.name}.number", value.reshape(()))
 
 
-def _hoist_slice(emitter: SizeEmitter, views: dict[str, View], node: gs.Node) -> int:
+def _hoist_slice(graph: gs.Graph, emitter: SizeEmitter, views: dict[str, View], node: gs.Node) -> int:
     """Slices the source of a chain instead of its end, where the slice is one range of a source axis."""
     view = views.get(node.inputs[0].name)
     bounds = [ir.constant_value(t) for t in node.inputs[1:]]
     if view is None or any(b is None or b.size != 1 for b in bounds) or len(bounds) != 3:
         return 0
+    if view.root not in graph.inputs and ir.producer(view.root) is None:
+        return 0  # the source is a slice that has moved just now
     start, end, axis = (int(b.reshape(-1)[0]) for b in bounds if b is not None)
     atoms = view.axes[axis]
     if len(atoms) != 1 or not isinstance(atoms[0].size, int) or not 0 <= start < end <= atoms[0].size:
