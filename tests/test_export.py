@@ -328,3 +328,32 @@ def test_errors_name_the_node():
     del model.functions[:]
     with pytest.raises(InvalidModel, match="which the model does not define"):
         export.from_model(model)
+
+
+def test_a_product_that_is_also_returned_as_it_is() -> None:
+    """No Identity stands between: onnxruntime, inlining the body, loses the product behind one."""
+    x, y, square = var("x", "b", WIDTH), var("y", "b", 3 * WIDTH), var("square", "b", 1)
+    program = "(acc: tile f32) -> (y: tile = acc, square: row = v1) {\n  v0 = mul acc acc\n  v1 = mean v0\n}"
+    z = var("z", "b", 3 * WIDTH)
+    body_y, body_square, root, out = (
+        var("y", "b", 3 * WIDTH),
+        var("square", "b", 1),
+        var("root", "b", 1),
+        var("z", "b", 3 * WIDTH),
+    )
+    body = gs.Graph(
+        [gs.Node("Sqrt", inputs=[body_square], outputs=[root]), gs.Node("Div", inputs=[body_y, root], outputs=[out])],
+        inputs=[body_y, body_square],
+        outputs=[out],
+    )
+    nodes = [
+        coda("Gemm", "product", [x, weight("wqkv")], [y, square], epilogue=program),
+        coda("Map", "norm", [y, square], [z], body=body),
+    ]
+    model = export.to_model(gs.Graph(nodes, inputs=[x], outputs=[z], opset=18))
+    assert "Identity" not in {n.op_type for f in model.functions for n in f.node}
+    data = RNG.standard_normal((5, WIDTH)).astype(np.float32)
+    product = data.astype(np.float64) @ WEIGHTS["wqkv"]
+    expected = product / np.sqrt((product**2).mean(-1, keepdims=True))
+    found = ort.InferenceSession(model.SerializeToString()).run(None, {"x": data})[0]
+    np.testing.assert_allclose(found, expected, atol=1e-5)

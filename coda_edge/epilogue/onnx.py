@@ -35,12 +35,14 @@ def emit_onnx(
     prefix: str,
     opset: int = MIN_OPSET,
     columns: int | None = None,
+    before: Sequence[NodeProto] = (),
 ) -> list[NodeProto]:
     """Nodes that compute ``program`` from tensors ``inputs`` (in the order of its parameters) into ``outputs``.
 
     Tiles are ``[…, N]`` of any rank (3 where rows are batched), rows ``[…, 1]``, columns ``[N]``, scalars 0-D, each of
     its parameter's dtype; ``position`` operands are ``[1, S, …]`` or ``[S, …]`` and ``batch`` operands ``[B, 1, …]``. ``columns`` N
-    must be given if an operand has a period. Names in between begin with ``prefix``. Raises InvalidModel for an opset before 18.
+    must be given if an operand has a period. ``before``: nodes that make some of the inputs; the result begins with them, and an output
+    that is one of their results is made by them under its own name. Names in between begin with ``prefix``. Raises InvalidModel for an opset before 18.
     """
     if opset < MIN_OPSET:
         raise InvalidModel(f"epilogue bodies need opset {MIN_OPSET} or later, the model has {opset}: convert it first")
@@ -49,7 +51,7 @@ def emit_onnx(
             f"the epilogue has {len(program.params)} parameters and {len(program.outputs)} outputs, "
             f"the node {len(inputs)} and {len(outputs)}"
         )
-    emitter = Emitter(prefix)
+    emitter = Emitter(prefix, before)
     dtypes = program.dtypes()
     names = {p.name: name for p, name in zip(program.params, inputs, strict=True)}
     for param in program.params:
@@ -63,10 +65,10 @@ def emit_onnx(
 
 
 class Emitter:
-    """A list of nodes under construction; makes each constant and each cast once."""
+    """A list of nodes under construction, which goes on from ``before``; makes each constant and each cast once."""
 
-    def __init__(self, prefix: str) -> None:
-        self.nodes: list[NodeProto] = []
+    def __init__(self, prefix: str, before: Sequence[NodeProto] = ()) -> None:
+        self.nodes = list(before)
         self._prefix = prefix
         self._memo: dict[tuple[Any, ...], str] = {}
 
