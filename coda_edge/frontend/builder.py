@@ -11,6 +11,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from .. import ir
+from ..errors import InvalidModel
 
 Operand: TypeAlias = "gs.Variable | gs.Constant | float | Sequence[int] | None"
 
@@ -60,6 +61,13 @@ class Builder:
     def attr(self, name: str, default: Any) -> Any:
         """An attribute of the node."""
         return self.node.attrs.get(name, default)
+
+    def required(self, name: str) -> Any:
+        """An attribute that the operator cannot do without. Raises InvalidModel if the node lacks it."""
+        if name not in self.node.attrs:
+            where = f"{self.node.op} (node '{self.node.name or self.node.outputs[0].name}')"
+            raise InvalidModel(f"{where} lacks its attribute '{name}': export the model again")
+        return self.node.attrs[name]
 
     def rank(self, index: int = 0) -> int:
         """The number of dimensions of an input."""

@@ -59,7 +59,7 @@ def project_and_attend(
 ) -> list[ir.Tensor]:
     """Attention of ``x [B,S,K]`` with itself by merged ``weights [K, 2·D + Dv]``; the result and the present keys and values."""
     width = ir.shape(b.node.inputs[1])[-1]
-    heads = b.attr("num_heads", 0)
+    heads = b.required("num_heads")
     widths = b.attr("qkv_hidden_sizes", None) or ([width // 3] * 3 if isinstance(width, int) else None)
     if widths is None:
         raise UnsupportedOperator(f"{MICROSOFT}::{b.node.op}", b.node.name, "the width of its weights must be fixed")
@@ -170,7 +170,7 @@ def _separate(
 def _projected(b: Builder, bias: ir.Tensor | None) -> tuple[ir.Tensor, ir.Tensor, ir.Tensor, int]:
     """q, k and v with heads as an axis, and the depth of q's, from any of the forms of the inputs query, key and value."""
     query, key, value = b.node.inputs[0], b.input(1), b.input(2)
-    heads, dims = b.attr("num_heads", 0), ir.shape(query)
+    heads, dims = b.required("num_heads"), ir.shape(query)
     packed = 1 if key is not None else 3
     depth = dims[4] if len(dims) == 5 else _part(dims[2], packed * heads)
     value_width = heads * depth if value is None or len(ir.shape(value)) != 3 else ir.shape(value)[2]

@@ -73,7 +73,7 @@ def _product_type(call: Call) -> list[Type]:
 
 @decomposition("MatMulNBits", domain=MICROSOFT)
 def _matmul_bits(b: Builder) -> ir.Tensor:
-    rows, columns, bits, size = b.attr("N", 0), b.attr("K", 0), b.attr("bits", 4), b.attr("block_size", 32)
+    rows, columns, bits, size = b.required("N"), b.required("K"), b.attr("bits", 4), b.attr("block_size", 32)
     blocks = -(-columns // size)
     codes = unpacked(_required(b, 1).reshape(rows, blocks, -1), bits).reshape(rows, blocks * size)[:, :columns]
     scales = _required(b, 2).astype(np.float32).reshape(rows, blocks)
@@ -100,7 +100,7 @@ def _typed(b: Builder, weights: Array) -> Array:
 
 @decomposition("MatMulBnb4", domain=MICROSOFT)
 def _matmul_codes(b: Builder) -> ir.Tensor:
-    rows, columns, size = b.attr("N", 0), b.attr("K", 0), b.attr("block_size", 64)
+    rows, columns, size = b.required("N"), b.required("K"), b.attr("block_size", 64)
     packed = _required(b, 1).reshape(-1)
     # Here the first of two numbers is in the higher bits.
     codes = unpacked(packed, 4).reshape(-1, 2)[:, ::-1].reshape(-1)[: rows * columns]

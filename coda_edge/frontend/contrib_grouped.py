@@ -35,7 +35,7 @@ _BY_SHAPES = (
 @composite("GroupQueryAttention")
 def _grouped(b: Builder) -> list[ir.Tensor]:
     _refuse(b)
-    heads, shared = b.attr("num_heads", 0), b.attr("kv_num_heads", 0)
+    heads, shared = b.required("num_heads"), b.required("kv_num_heads")
     query, key, value = b.node.inputs[0], b.input(1), b.input(2)
     width = ir.shape(query)[2]
     if not isinstance(width, int):

@@ -16,7 +16,7 @@ import onnxruntime
 from onnx.reference import ReferenceEvaluator
 
 from .. import ir
-from .shapes import SymbolicInfo, constant_of
+from .shapes import SymbolicInfo, Values, constant_of
 
 # Operators that give another result each time.
 _RANDOM = frozenset(
@@ -37,17 +37,30 @@ def inline_constants(graph: gs.Graph) -> None:
 
 def fold_values(graph: gs.Graph, info: SymbolicInfo) -> int:
     """Replaces variables whose value shapes determine as plain numbers; returns how many."""
-    made = []
+    made: list[gs.Node] = []
+    editor = ir.GraphEditor(graph)
+    count = 0
     for node in graph.nodes:
-        for output in node.outputs:
-            value = info.values.get(output.name)
-            if value is not None and all(isinstance(v, int | float | np.generic) for v in value.flat):
-                made.append((node, output, value.astype(output.dtype)))
-    for node, output, value in made:
+        known = {t.name: v for t in node.outputs if (v := info.values.get(t.name)) is not None and _plain(v)}
+        if len(known) == len(node.outputs):
+            made.append(node)
+            continue
+        for output in (t for t in node.outputs if t.name in known):
+            constant = editor.constant(f"{output.name}.value", known[output.name].astype(output.dtype))
+            for user in ir.consumers(output):
+                user.inputs = [constant if t is output else t for t in user.inputs]
+                count += 1
+    for node in made:
+        outputs = list(node.outputs)
         node.outputs.clear()
-        output.to_constant(value)
-    ir.remove_nodes(graph, [node for node, _, _ in made])
-    return len(made)
+        for output in outputs:
+            output.to_constant(info.values[output.name].astype(output.dtype))
+    ir.remove_nodes(graph, made)
+    return len(made) + count
+
+
+def _plain(value: Values) -> bool:
+    return all(isinstance(v, int | float | np.generic) for v in value.flat)
 
 
 def fold_constants(graph: gs.Graph, expand: bool = False) -> int:

@@ -256,7 +256,7 @@ class Call:
 
 
 ShapeRule: TypeAlias = Callable[[Call], "list[Type]"]
-ValueRule: TypeAlias = Callable[[Call, "list[Type]"], "Values | None"]
+ValueRule: TypeAlias = Callable[[Call, "list[Type]"], "Values | list[Values] | None"]
 
 SHAPE_RULES: dict[tuple[str, str], ShapeRule] = {}
 VALUE_RULES: dict[str, ValueRule] = {}
@@ -273,7 +273,7 @@ def shape_rule(*ops: str, domain: str = "") -> Callable[[ShapeRule], ShapeRule]:
 
 
 def value_rule(*ops: str) -> Callable[[ValueRule], ValueRule]:
-    """Registers a function that gives the value of the one output of ``ops``, or None if data is needed for it."""
+    """Registers a function that gives the value of each output of ``ops`` (of the first alone, not in a list), or None if data is needed."""
 
     def register(rule: ValueRule) -> ValueRule:
         VALUE_RULES.update(dict.fromkeys(ops, rule))
@@ -353,13 +353,14 @@ def _visit(call: Call, types: dict[str, Type], state: _State) -> None:
     for tensor in node.outputs[len(found) :]:
         if tensor.name:
             raise call.error(f"output '{tensor.name}' is more than the operator has")
-    if node.domain or node.op not in VALUE_RULES or len(node.outputs) != 1:
+    if node.domain or node.op not in VALUE_RULES:
         return
-    dims = found[0][1]
-    if all(isinstance(d, int) for d in dims) and np.prod(dims, dtype=np.int64) <= _MOST_VALUES:
-        value = VALUE_RULES[node.op](call, found)
+    if all(isinstance(d, int) for _, dims in found for d in dims):
+        most = max(np.prod(dims, dtype=np.int64) for _, dims in found)
+        value = VALUE_RULES[node.op](call, found) if most <= _MOST_VALUES else None
         if value is not None:
-            state.info.values[node.outputs[0].name] = value
+            values = value if isinstance(value, list) else [value]
+            state.info.values.update(zip((t.name for t in node.outputs), values, strict=False))
 
 
 def _finish(graph: gs.Graph, types: dict[str, Type], state: _State) -> None:

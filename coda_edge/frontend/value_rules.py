@@ -227,6 +227,16 @@ def _slice(call: Call, found: list[Type]) -> Values | None:
     return value
 
 
+@value_rule("Split")
+def _split(call: Call, found: list[Type]) -> list[Values] | None:
+    value = call.value(0)
+    if value is None:
+        return None
+    axis = call.axis(call.attr("axis", 0), value.ndim)
+    ends = np.cumsum([dims[axis] for _, dims in found])[:-1]
+    return np.split(value, ends.astype(np.int64), axis)
+
+
 @value_rule("Expand")
 def _expand(call: Call, found: list[Type]) -> Values | None:
     value = call.value(0)
