@@ -5,6 +5,10 @@ operator, and every node of shape arithmetic, all of whose readers are in the gr
 Row statistics of the sink join it: RowMoments, and sums over the last axis (ReduceSum, ReduceMean, ReduceSumSquare) of the sink or of
 what elementwise operators make of it for them alone. So embedding lookups, their sum and its norm's statistics are one kernel.
 
+Groups whose sinks have one shape, and which read one tensor or results of one node, are one group of several sinks if none needs
+another's result; what only they need joins then. So the cosines and sines of angles are one kernel, and so are both ends of a cache.
+What is made of sizes alone by cheap operators (positions, zeros) is made again in each group that reads it.
+
 Conditions: none on what the operators are; Gather, Slice, Concat, Transpose and the like only rename indices.
 Refused: a group of views alone (Reshape, Squeeze, Unsqueeze, Flatten) needs no kernel, and shape arithmetic needs none.
 """
@@ -12,9 +16,11 @@ Refused: a group of views alone (Reshape, Squeeze, Unsqueeze, Flatten) needs no 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
+from coda_edge.epilogue.ops import OPERATORS
 from coda_edge.frontend import infer
 from coda_edge.ir import (
     DOMAIN,
@@ -43,27 +49,145 @@ LITERAL_SIZE = 16
 _ROW_SUMS = ("ReduceSum", "ReduceMean", "ReduceSumSquare")
 
 
+_MADE_OF_SIZES = frozenset({"Range", "ConstantOfShape", "EyeLike"})
+
+
+@dataclass
+class _Group:
+    """Nodes that become a Map by id: ``sinks``, what ``ends`` in statistics of one, and what only they need."""
+
+    sinks: list[gs.Node]
+    ends: list[gs.Node]
+    inside: set[int]
+
+
+@dataclass(frozen=True)
+class _Grouping:
+    """``known``: nodes whose results sizes determine; ``free``: those that are better done again than stored, by id."""
+
+    graph: gs.Graph
+    known: set[int]
+    free: set[int]
+
+
 def run(graph: gs.Graph, log: PassLog) -> int:
     """Groups all pointwise operators; returns the number of Maps."""
     remove_dead(graph)
     values = infer(graph).values
     known = {id(n) for n in graph.nodes if n.outputs and all(o.name in values for o in n.outputs)}
-    editor = GraphEditor(graph)
-    statistics = _statistics(graph)
-    taken = {id(n) for nodes in statistics.values() for n in nodes}
-    count = 0
-    for sink in reversed(in_order(graph)):
-        if id(sink) in taken or id(sink) in known or sink.domain or sink.op not in POINTWISE - VIEWS:
-            continue
-        inside = _group(graph, sink, known) | {id(n) for n in statistics.get(id(sink), [])}
-        group = [n for n in in_order(graph) if id(n) in inside]
-        taken.update(id(n) for n in group)
-        _replace(editor, group, sink)
-        count += 1
-    if count:
+    grouping = _Grouping(graph, known, _free(graph, known))
+    groups = _joined(grouping, _groups(grouping))
+    _replace(grouping, groups)
+    if groups:
         remove_dead(graph)
         sort(graph)
-    return count
+    return len(groups)
+
+
+def _free(graph: gs.Graph, known: set[int]) -> set[int]:
+    """The nodes that cost next to nothing and read no tensor."""
+    free: set[int] = set()
+    for node in in_order(graph):
+        cheap = node.op in _MADE_OF_SIZES or (node.op in ELEMENTWISE and OPERATORS[ELEMENTWISE[node.op]].flops <= 1)
+        sources = [producer(t) for t in node.inputs if not _is_literal(t)]
+        alone = all(s is not None and (id(s) in known or id(s) in free) for s in sources)
+        if not node.domain and (cheap or node.op in VIEWS) and alone and id(node) not in known:
+            free.add(id(node))
+    return free
+
+
+def _groups(grouping: _Grouping) -> list[_Group]:
+    """A group for each sink, those that need others' results first."""
+    statistics = _statistics(grouping.graph)
+    members = {id(n) for nodes in statistics.values() for n in nodes}
+    groups: list[_Group] = []
+    for sink in reversed(in_order(grouping.graph)):
+        if id(sink) in grouping.known or sink.domain or sink.op not in POINTWISE - VIEWS:
+            continue
+        if id(sink) in members and not (id(sink) in grouping.free and _is_stored(grouping, sink, members)):
+            continue
+        ends = statistics.get(id(sink), [])
+        group = _Group([sink], ends, _upwards(grouping, [sink], ends))
+        members |= group.inside
+        groups.append(group)
+    return groups
+
+
+def _is_stored(grouping: _Grouping, node: gs.Node, members: set[int]) -> bool:
+    """Whether something in no group reads a result of ``node``, as it is or through views."""
+    for out in node.outputs:
+        if is_output(grouping.graph, out):
+            return True
+        for user in consumers(out):
+            view = user.op in VIEWS and not user.domain
+            if id(user) not in members and not (view and not _is_stored(grouping, user, members)):
+                return True
+    return False
+
+
+def _joined(grouping: _Grouping, groups: list[_Group]) -> list[_Group]:
+    """``groups``, those that can be one kernel joined, and what only they need then with them."""
+    groups = list(groups)
+    at = 0
+    while at < len(groups):
+        group = groups[at]
+        other = next((g for g in groups[at + 1 :] if _alike(grouping, group, g) and _apart(groups, group, g)), None)
+        if other is None:
+            at += 1
+            continue
+        group.sinks += other.sinks
+        group.ends += other.ends
+        group.inside = _upwards(grouping, group.sinks, group.ends)
+        gone = {id(n) for n in group.sinks}
+        groups = [
+            g for g in groups if g is group or not ({id(n) for n in g.sinks} <= group.inside - grouping.free | gone)
+        ]
+        at = 0
+    return groups
+
+
+def _alike(grouping: _Grouping, a: _Group, b: _Group) -> bool:
+    """Whether the two run over one shape, one of them without statistics, and read one tensor or results of one node."""
+    if (a.ends and b.ends) or not same_shape(shape(a.sinks[0].outputs[0]), shape(b.sinks[0].outputs[0])):
+        return False
+    return bool(_read(grouping, a) & _read(grouping, b))
+
+
+def _read(grouping: _Grouping, group: _Group) -> set[int]:
+    """The tensors that a group reads, and the nodes that made them, by id."""
+    found: set[int] = set()
+    for node in grouping.graph.nodes:
+        if id(node) not in group.inside:
+            continue
+        for t in node.inputs:
+            source = producer(t)
+            if _is_literal(t) or (source is not None and id(source) in group.inside | grouping.known):
+                continue
+            found.add(id(t) if source is None else id(source))
+    return found
+
+
+def _apart(groups: list[_Group], a: _Group, b: _Group) -> bool:
+    """Whether neither needs a result of the other, groups being done as a whole."""
+    return not any(_reaches(groups, x, y) for x, y in ((a, b), (b, a)))
+
+
+def _reaches(groups: list[_Group], start: _Group, goal: _Group) -> bool:
+    hosts = {id(n): g for g in groups for n in g.sinks}
+    wanted = {id(n) for n in (*goal.sinks, *goal.ends)}
+    seen: set[int] = set()
+    stack = [u for n in (*start.sinks, *start.ends) for t in n.outputs for u in t.outputs]
+    while stack:
+        node = stack.pop()
+        if id(node) in seen:
+            continue
+        if id(node) in wanted:
+            return True
+        seen.add(id(node))
+        host = hosts.get(id(node))
+        stack += [n for n in (host.sinks if host is not None else []) if id(n) not in seen]
+        stack += [u for t in node.outputs for u in t.outputs]
+    return False
 
 
 def _statistics(graph: gs.Graph) -> dict[int, list[gs.Node]]:
@@ -100,28 +224,41 @@ def _operand(node: gs.Node) -> Tensor:
     return next((t for t in node.inputs if not isinstance(t, gs.Constant)), node.inputs[0])
 
 
-def _group(graph: gs.Graph, sink: gs.Node, known: set[int]) -> set[int]:
-    """The sink and all that only it needs."""
-    inside = {id(sink)}
+def _upwards(grouping: _Grouping, sinks: list[gs.Node], ends: list[gs.Node]) -> set[int]:
+    """The sinks, their ends, and all that only they need, by id."""
+    graph = grouping.graph
+    start = {id(n) for n in sinks}
+    inside = set(start)
     for node in reversed(in_order(graph)):
-        eligible = not node.domain and (node.op in POINTWISE or id(node) in known)
-        if not eligible or id(node) in inside or any(is_output(graph, o) for o in node.outputs):
+        eligible = not node.domain and (node.op in POINTWISE or id(node) in grouping.known)
+        if not eligible or id(node) in inside:
             continue
-        users = [u for o in node.outputs for u in consumers(o)]
-        if users and all(id(u) in inside for u in users):
+        users = [id(u) in inside for o in node.outputs for u in consumers(o)]
+        stored = any(is_output(graph, o) for o in node.outputs)
+        if any(users) and (id(node) in grouping.free or (all(users) and not stored)):
             inside.add(id(node))
-    return inside
+    return inside | {id(n) for n in ends}
 
 
-def _replace(editor: GraphEditor, group: list[gs.Node], sink: gs.Node) -> None:
-    made = {id(o) for n in group for o in n.outputs}
-    inputs = _distinct(t for n in group for t in n.inputs if id(t) not in made and not _is_literal(t))
-    outputs = [o for n in group if n is sink or n.op in ("RowMoments", *_ROW_SUMS) for o in n.outputs]
-    body = _body(group, inputs, outputs)
-    name = sink.name or sink.outputs[0].name
-    source = sources(group)
-    remove_nodes(editor.graph, group)
-    editor.node("Map", inputs, outputs, f"{name}.map", domain=DOMAIN, body=body, source=source)
+def _replace(grouping: _Grouping, groups: list[_Group]) -> None:
+    """Puts a Map in the place of each group."""
+    editor = GraphEditor(grouping.graph)
+    order = in_order(grouping.graph)
+    maps = []
+    for group in groups:
+        nodes = [n for n in order if id(n) in group.inside]
+        made = {id(o) for n in nodes for o in n.outputs}
+        inputs = _distinct(t for n in nodes for t in n.inputs if id(t) not in made and not _is_literal(t))
+        results = {id(n) for n in (*group.sinks, *(n for n in group.ends if n.op in ("RowMoments", *_ROW_SUMS)))}
+        outputs = [o for n in nodes if id(n) in results for o in n.outputs]
+        sink = group.sinks[0]
+        name = sink.name or sink.outputs[0].name
+        maps.append((inputs, outputs, f"{name}.map", _body(nodes, inputs, outputs), sources(nodes)))
+    stored = {id(n) for g in groups for n in g.sinks}
+    members = set().union(*(g.inside for g in groups))
+    remove_nodes(grouping.graph, [n for n in order if id(n) in stored or id(n) in members - grouping.free])
+    for inputs, outputs, name, body, source in maps:
+        editor.node("Map", inputs, outputs, name, domain=DOMAIN, body=body, source=source)
 
 
 def _is_literal(tensor: Tensor) -> bool:
