@@ -33,6 +33,7 @@ from .indexing import simplify_indexing
 from .model import bind
 from .movement import compose_movement
 from .rows import sink_row_movement
+from .scales import defer_scales
 from .shapes import Constraint, SymbolicInfo, infer
 from .sizes import emit_sizes, simplify_bounds, simplify_targets
 from .spread import defer_expands
@@ -106,6 +107,7 @@ def to_normal_form(
     ir.remove_dead(graph)
     inline_constants(graph)
     refuse_foreign(graph)
+    defer_scales(graph)
     # What constants alone determine may be a shape operand that no rule follows.
     fold_constants(graph)
     state = _State()

@@ -60,9 +60,13 @@ def _quantized(b: Builder) -> ir.Tensor | None:
 
 def _rounded(b: Builder, x: ir.Tensor, scale: ir.Tensor, zero: ir.Tensor | None, dtype: Any) -> ir.Tensor:
     b.dtype = _FLOAT
+    return _limited(b, b("Round", b("Div", x, scale)), zero, dtype)
+
+
+def _limited(b: Builder, rounded: ir.Tensor, zero: ir.Tensor | None, dtype: Any) -> ir.Tensor:
+    """Whole numbers plus a zero point, within the range of ``dtype``."""
     limits = np.iinfo(dtype)
-    y = b("Round", b("Div", x, scale))
-    y = y if zero is None else b("Add", y, zero)
+    y = rounded if zero is None else b("Add", rounded, zero)
     return b("Min", b("Max", y, float(limits.min)), float(limits.max))
 
 
@@ -148,26 +152,40 @@ def _centred(b: Builder, side: int) -> ir.Tensor:
 
 
 @decomposition("QLinearMatMul")
-def _quantized_matmul(b: Builder) -> ir.Tensor:
+def _quantized_matmul(b: Builder) -> ir.Tensor | None:
     a, a_scale, a_zero, w, w_scale, w_zero, scale, zero = b.node.inputs
-    left = b("DequantizeLinear", a, a_scale, a_zero, axis=len(ir.shape(a)) - 2)
-    right = b("DequantizeLinear", w, w_scale, w_zero, axis=len(ir.shape(w)) - 1)
-    return b("QuantizeLinear", b("MatMul", left, right), scale, zero)
+    left, right = _whole(b, a, a_zero, len(ir.shape(a)) - 2), _whole(b, w, w_zero, len(ir.shape(w)) - 1)
+    rows = a_scale if len(ir.shape(a_scale)) != 1 or ir.shape(a_scale)[0] == 1 else b("Reshape", a_scale, [-1, 1])
+    return _requantized(b, b("MatMul", left, right), [rows, w_scale], scale, zero)
 
 
 @decomposition("QLinearConv")
-def _quantized_conv(b: Builder) -> ir.Tensor:
+def _quantized_conv(b: Builder) -> ir.Tensor | None:
     x, x_scale, x_zero, w, w_scale, w_zero, scale, zero = b.node.inputs[:8]
-    left = b("DequantizeLinear", x, x_scale, x_zero)
-    right = b("DequantizeLinear", w, w_scale, w_zero, axis=0)
-    y = b("Conv", left, right, **b.node.attrs)
+    y = b("Conv", _whole(b, x, x_zero, 0), _whole(b, w, w_zero, 0), **b.node.attrs)
+    filters = [-1] + [1] * (b.rank() - 2)
     bias = b.input(8)
     if bias is not None:
-        rank = b.rank()
-        unit = b("Reshape", b("Mul", x_scale, w_scale), [-1] + [1] * (rank - 2))
-        whole = b("Reshape", b.cast(bias, _FLOAT), [-1] + [1] * (rank - 2))
-        y = b("Add", y, b("Mul", whole, unit))
-    return b("QuantizeLinear", y, scale, zero)
+        y = b("Add", y, b("Reshape", b.cast(bias, _FLOAT), filters))
+    return _requantized(b, y, [x_scale, b("Reshape", w_scale, filters)], scale, zero)
+
+
+def _whole(b: Builder, x: ir.Tensor, zero: ir.Tensor, axis: int) -> ir.Tensor:
+    """``x`` less its zero point, in float32."""
+    one = b.editor.constant(f"{x.name}.one", np.ones(ir.shape(zero), np.float32))
+    return b("DequantizeLinear", x, one, zero, axis=axis)
+
+
+def _requantized(
+    b: Builder, sums: ir.Tensor, scales: list[ir.Tensor], scale: ir.Tensor, zero: ir.Tensor
+) -> ir.Tensor | None:
+    """Whole sums as the quantised output: multiplied by one number, as onnxruntime's kernels do, then rounded."""
+    dtype = b.node.outputs[0].dtype
+    if dtype is None or not all(_is_float(s) for s in (*b.node.inputs[1:2], scale)):
+        return None
+    b.dtype = _FLOAT
+    factor = b("Div", b("Mul", *scales), scale)
+    return b.cast(_limited(b, b("Round", b("Mul", sums, factor)), b.cast(zero, _FLOAT), dtype), dtype, _FLOAT)
 
 
 @shape_rule("DynamicQuantizeLinear")
