@@ -125,7 +125,8 @@ def _without_sink(graph: gs.Graph, scores: Tensor) -> tuple[Tensor, Tensor | Non
 
 def _consumer(graph: gs.Graph, p: Tensor, sunk: bool) -> tuple[gs.Node, bool, list[Tensor]]:
     """The MatMul that reads the probabilities, whether a NaN guard stands before it, and what they are multiplied with."""
-    guard, weights = False, []
+    guard = False
+    weights: list[Tensor] = []
     while True:
         if is_output(graph, p):
             raise Refused("the probabilities are read outside: they are an output of the graph")

@@ -177,6 +177,3 @@ def _matrix_band(inside: Array) -> Band | None:
     if not np.array_equal(inside, wanted):
         return None
     return Band(None if first == 1 - rows else first, None if last == columns - 1 else last)
-
-
-

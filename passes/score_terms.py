@@ -14,8 +14,8 @@ so that however a causal mask is spelled, its condition stands in the term once,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
 from typing import TypeAlias
 
 import numpy as np
@@ -107,13 +107,13 @@ class Step(Term):
     op: str
     args: tuple[Term, ...]
     to: str = ""
+    dtype: str = field(init=False, compare=False)
 
-    @cached_property
-    def dtype(self) -> str:
+    def __post_init__(self) -> None:
         rule = OPERATORS[self.op].rule
-        if rule is Rule.CAST:
-            return self.to
-        return "bool" if rule in (Rule.COMPARE, Rule.PREDICATE) else self.args[-1].dtype
+        tests = rule in (Rule.COMPARE, Rule.PREDICATE)
+        dtype = self.to if rule is Rule.CAST else "bool" if tests else self.args[-1].dtype
+        object.__setattr__(self, "dtype", dtype)
 
     @property
     def parts(self) -> tuple[Term, ...]:
@@ -224,7 +224,7 @@ def _joined(op: str, args: _Args, to: str) -> Term | None:
     bands = [t for t in flat if isinstance(t, Within)]
     if len(bands) < 2 and not (bands and len(flat) > 2):
         return None
-    both = bands[0]
+    both: Within = bands[0]
     rest: list[Term] = []
     for t in bands[1:]:
         joint = _intersection(both.band, t.band)
@@ -232,13 +232,8 @@ def _joined(op: str, args: _Args, to: str) -> Term | None:
             rest.append(t)
         else:
             both = Within(joint)
-    rest += [t for t in flat if not isinstance(t, Within)]
-    if not rest:
-        return both
-    other = rest[0]
-    for t in rest[1:]:
-        other = make("and", other, t)
-    return Step("and", (both, other))
+    rest += [x for x in flat if not isinstance(x, Within)]
+    return Step("and", (both, reduce(lambda x, y: make("and", x, y), rest))) if rest else both
 
 
 def _intersection(a: Band, b: Band) -> Band | None:

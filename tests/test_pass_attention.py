@@ -19,10 +19,10 @@ _FEEDS = {"q": normal(2, 5, 3, 8), "k": normal(2, 5, 7, 8, seed=1), "v": normal(
 _SWAP = "kt = Transpose <perm = [0, 1, 3, 2]> (k)"
 _OUT = "o = MatMul(p, v) y = Transpose <perm = [0, 2, 1, 3]> (o)"
 _CONSTANTS: dict[str, Array] = {
-    "half": np.float32(0.5),
-    "two": np.float32(2.0),
-    "zero": np.float32(0.0),
-    "low": np.float32(-np.inf),
+    "half": np.asarray(0.5, np.float32),
+    "two": np.asarray(2.0, np.float32),
+    "zero": np.asarray(0.0, np.float32),
+    "low": np.asarray(-np.inf, np.float32),
 }
 
 

@@ -26,7 +26,8 @@ from ..errors import ShapeError
 from ..schedule.attention import AttentionSchedule, choose_attention
 from ..symbolic import Dim, same, simplify
 from ..targets.target import Target
-from .attention_tile import AttentionKernel, AttentionShape
+from .attention_shape import AttentionShape
+from .attention_tile import AttentionKernel
 from .kernel import KernelCall, KernelSource, Packed
 
 Operand: TypeAlias = "str | Packed"

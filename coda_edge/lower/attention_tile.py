@@ -111,7 +111,6 @@ class AttentionKernel:
         last = body.let(self.first + self.count - 1, "last_query")
         firsts = [(i, first) for i, (first, _) in enumerate(self.bands) if first is not None]
         lasts = [(i, stop) for i, (_, stop) in enumerate(self.bands) if stop is not None]
-        clip = lambda e: tirx.max(index(0), tirx.min(e, self.keys))  # noqa: E731
         if self.bands:
             self.inner = (
                 body.let(_most(tirx.max, index(0), [last + first for _, first in firsts]), "inner_first"),
@@ -121,11 +120,10 @@ class AttentionKernel:
         if not hiding:
             self._pass_over(index(0), self.keys)
             return
-        low = body.let(
-            clip(_most(tirx.max, index(0), [self.first + first for i, first in firsts if i in hiding])), "low"
-        )
+        low = _most(tirx.max, index(0), [self.first + first for i, first in firsts if i in hiding])
+        low = body.let(_clip(low, 0, self.keys), "low")
         high = _most(tirx.min, self.keys, [last + stop + 1 for i, stop in lasts if i in hiding])
-        high = body.let(tirx.max(low, clip(high)), "high")
+        high = body.let(tirx.max(low, _clip(high, 0, self.keys)), "high")
         if math.isinf(self.shape.threshold):
             self._pass_over(low, high)
             return
@@ -308,12 +306,15 @@ class AttentionKernel:
         """Whether ``key`` is within the band of each query of a vector."""
         lanes = self.schedule.lanes
         query = ramp((self.first + vector * lanes).astype("int32"), lanes, tirx.const(1, "int32"))
-        clip = lambda e: tirx.max(index(-1), tirx.min(e, self.queries)).astype("int32")  # noqa: E731
         tests = []
         if last is not None:
-            tests.append(query >= widen(self.body.let(clip(key - last), "least"), lanes))
+            tests.append(
+                query >= widen(self.body.let(_clip(key - last, -1, self.queries).astype("int32"), "least"), lanes)
+            )
         if first is not None:
-            tests.append(query <= widen(self.body.let(clip(key - first), "most"), lanes))
+            tests.append(
+                query <= widen(self.body.let(_clip(key - first, -1, self.queries).astype("int32"), "most"), lanes)
+            )
         return tests[0] if len(tests) == 1 else tirx.And(*tests)
 
     def _probabilities(self, count: Expr) -> None:
@@ -412,3 +413,7 @@ class AttentionKernel:
 
 def _most(pick: Callable[[Expr, Expr], Expr], start: Expr, values: Sequence[Expr]) -> Expr:
     return reduce(pick, values, start)
+
+
+def _clip(value: Expr, low: int, high: Expr) -> Expr:
+    return tirx.max(index(low), tirx.min(value, high))
