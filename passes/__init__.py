@@ -9,6 +9,7 @@ import onnx_graphsurgeon as gs
 from . import (
     absorb_norm,
     attention,
+    choose_rows,
     fuse_map,
     grow_epilogue,
     merge_gates,
@@ -24,6 +25,7 @@ __all__ = ["PIPELINE", "Measure", "Pass", "PassLog", "Refusal", "run_pipeline"]
 
 #: The passes in the order in which they run on a graph in normal form.
 PIPELINE: tuple[Pass, ...] = (
+    choose_rows.PASS,
     sink_reshape.PASS,
     row_moments.PASS,
     attention.PASS,
