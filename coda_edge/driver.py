@@ -18,8 +18,7 @@ from .accounting import account
 from .bundle import plan as plans
 from .bundle import writer
 from .calibrate import measure_on
-from .inputs import InputSpec, default_sizes, input_specs
-from .ir import shape
+from .inputs import bound_specs, default_sizes
 from .passes import PIPELINE, Pass, PassLog, run_pipeline
 from .report import Report
 from .session import Session
@@ -75,7 +74,7 @@ def optimize(
     tell("normalize", 0.0)
     normal = frontend.to_normal_form(loaded, dict(shapes) if shapes else None)
     graph = normal.graph
-    specs = _specs(loaded, graph)
+    specs = bound_specs(loaded, graph)
     verifier = None
     if verify:
         tell("reference", 0.0)
@@ -115,12 +114,6 @@ def optimize(
         seconds=time.perf_counter() - start,
     )
     return Optimized(bundle, exported, report)
-
-
-def _specs(loaded: onnx.ModelProto, graph: gs.Graph) -> list[InputSpec]:
-    """The inputs with the sizes that they have in ``graph``: pinned ones pinned, equal ones under one name."""
-    sizes = {t.name: shape(t) for t in graph.inputs}
-    return [replace(spec, shape=sizes.get(spec.name, spec.shape)) for spec in input_specs(loaded)]
 
 
 def _rewrite(graph: gs.Graph, verifier: Verifier | None, each: bool, tell: Progress) -> PassLog:

@@ -7,7 +7,7 @@ found by following it through the graph to the tables that it indexes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,6 +19,7 @@ from .symbolic import Dim, evaluate, parse_dim
 
 if TYPE_CHECKING:
     import onnx
+    import onnx_graphsurgeon as gs
 
 Padding = Literal["none", "left", "right", "holes"]
 Feeds = dict[str, npt.NDArray[Any]]
@@ -57,6 +58,14 @@ def input_specs(model: onnx.ModelProto) -> list[InputSpec]:
         )
         specs.append(InputSpec(value.name, dtype, shape, tuple(bounds.get(value.name, ()))))
     return specs
+
+
+def bound_specs(model: onnx.ModelProto, graph: gs.Graph) -> list[InputSpec]:
+    """As ``input_specs``, with the sizes that the inputs have in ``graph``: pinned ones pinned, equal ones under one name."""
+    from . import ir
+
+    sizes = {t.name: ir.shape(t) for t in graph.inputs}
+    return [replace(spec, shape=sizes.get(spec.name, spec.shape)) for spec in input_specs(model)]
 
 
 def default_sizes(specs: Sequence[InputSpec], batch: int = 1, length: int = 128) -> dict[str, int]:

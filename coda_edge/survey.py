@@ -23,7 +23,7 @@ from rich.text import Text
 from . import export, frontend, ir
 from .accounting import unfused
 from .errors import CodaError, InvalidModel
-from .inputs import input_specs
+from .inputs import bound_specs
 from .passes import run_pipeline
 from .report import Unfused
 from .verify import Verifier, ort_session
@@ -199,7 +199,7 @@ def _stages(file: Path, depth: Depth) -> Iterator[Surveyed]:
         yield replace(result, kernels=report.kernels, error=report.max_rel_error)
     elif depth == "onnx":
         candidate = ort_session(export.to_model(graph))
-        verifier = Verifier.of_model(loaded, input_specs(loaded), str(file), normal.allows)
+        verifier = Verifier.of_model(loaded, bound_specs(loaded, graph), str(file), normal.allows)
         error = verifier.check(lambda names, feeds: candidate.run(list(names), dict(feeds)), "the rewritten ONNX")
         yield replace(result, error=error)
 

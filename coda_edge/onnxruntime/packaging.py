@@ -16,7 +16,7 @@ from .. import export, frontend
 from ..driver import Model, Progress
 from ..errors import InvalidModel, TargetError
 from ..files import atomic
-from ..inputs import input_specs
+from ..inputs import bound_specs
 from ..ir import DOMAIN
 from ..passes import run_pipeline
 from ..targets import Target, get
@@ -87,7 +87,8 @@ def package(
     error = None
     if verify:
         tell("verify", 0.0)
-        error = _verify(loaded, exported, library, chosen)
+        specs = bound_specs(loaded, normal.graph)
+        error = _verify(Verifier.of_model(loaded, specs, allowed=normal.allows), exported, library, chosen)
     tell("done", 1.0)
     return Packaged(exported, library, named, claims.left, error)
 
@@ -141,9 +142,8 @@ def _rename(model: onnx.ModelProto, claims: Claims) -> dict[str, str]:
     return named
 
 
-def _verify(loaded: onnx.ModelProto, exported: onnx.ModelProto, library: bytes, target: Target) -> float | None:
+def _verify(verifier: Verifier, exported: onnx.ModelProto, library: bytes, target: Target) -> float | None:
     """The error with the library; None if this machine cannot run it. Raises VerificationError."""
-    verifier = Verifier.of_model(loaded, input_specs(loaded))
     verifier.check(_runner(ort_session(exported)), "the model without its library")
     if target.missing():
         return None
