@@ -20,6 +20,13 @@ from coda_edge.symbolic import Dim, nonnegative, simplify
 
 _MOST_ELEMENTS = 1 << 25
 _COMPARISONS = frozenset({"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"})
+_MIRRORED = {
+    "Equal": "Equal",
+    "Less": "Greater",
+    "LessOrEqual": "GreaterOrEqual",
+    "Greater": "Less",
+    "GreaterOrEqual": "LessOrEqual",
+}
 
 
 @dataclass(frozen=True)
@@ -43,22 +50,42 @@ class Bands:
     def __post_init__(self) -> None:
         self._formulas = formulas(self.graph, self.info)
 
-    def compared(self, tensor: Tensor, queries: Dim, keys: Dim) -> Band | None:
-        """The band that a comparison of positions is, over tensors ``[…, queries, keys]``."""
+    def compared(self, tensor: Tensor, queries: Dim, keys: Dim) -> tuple[Band, bool] | None:
+        """The band that a comparison of positions is, over tensors ``[…, queries, keys]``, and whether it is true there."""
         node = made_by(tensor, *_COMPARISONS)
-        if node is None or node.domain:
-            return None
-        sides = [self._formula(t) for t in node.inputs]
         dims = shape(tensor)
-        if sides[0] is None or sides[1] is None or len(dims) < 2:
+        if node is None or node.domain or len(dims) < 2:
             return None
-        a, b = (side.aligned(dims).value for side in sides if side is not None)
-        terms = Formula(simplify(sympy.sympify(a) - sympy.sympify(b)), dims).terms()
+        op, (a, b) = node.op, node.inputs
+        if made_by(b, "Abs") is not None:
+            op, a, b = _MIRRORED[op], b, a
+        distance = made_by(a, "Abs")
+        if distance is None:
+            ascending = self._apart(a, b, dims)
+            return None if ascending is None else (trimmed(_band(op, *ascending), queries, keys), True)
+        # |x| ≤ most is x ≤ most and x ≥ -most; |x| > most is its opposite.
+        apart, most = self._apart(distance.inputs[0], None, dims), self._formula(b)
+        if apart is None or most is None or most.terms() != ({}, most.value) or op == "Equal":
+            return None
+        limit = simplify(most.value - (op in ("Less", "GreaterOrEqual")))
+        sides = [
+            _band(o, apart[0], simplify(apart[1] + shift))
+            for o, shift in (("LessOrEqual", -limit), ("GreaterOrEqual", limit))
+        ]
+        first, last = (next((d for d in ds if d is not None), None) for ds in zip(*map(_bounds, sides), strict=True))
+        return trimmed(Band(first, last), queries, keys), op in ("Less", "LessOrEqual")
+
+    def _apart(self, a: Tensor, b: Tensor | None, dims: tuple[Dim, ...]) -> tuple[bool, Dim] | None:
+        """``a - b`` as ``±(j - i) + rest``: whether it is plus, and the rest."""
+        left, right = self._formula(a), Formula(0, ()) if b is None else self._formula(b)
+        if left is None or right is None:
+            return None
+        difference = sympy.sympify(left.aligned(dims).value) - sympy.sympify(right.aligned(dims).value)
+        terms = Formula(simplify(difference), dims).terms()
         i, j = len(dims) - 2, len(dims) - 1
         if terms is None or terms[0] not in ({j: 1, i: -1}, {j: -1, i: 1}):
             return None
-        ascending, rest = terms[0][j] == 1, terms[1]
-        return trimmed(_band(node.op, ascending, rest), queries, keys)
+        return terms[0][j] == 1, terms[1]
 
     def _formula(self, tensor: Tensor) -> Formula | None:
         return Formula.of(tensor) if isinstance(tensor, gs.Constant) else self._formulas.get(tensor.name)
@@ -120,6 +147,10 @@ class Bands:
             return [int(v) for v in value.reshape(-1)]
         known = self.info.values.get(tensor.name)
         return None if known is None else list(known.reshape(-1))
+
+
+def _bounds(band: Band) -> tuple[Dim | None, Dim | None]:
+    return band.first, band.last
 
 
 def _squeezed(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:

@@ -145,9 +145,12 @@ class Scores:
         if len(dims) < 2 or not same_shape(dims[-2:], self.dims[2:]):
             return None
         queries, keys = self.dims[2:]
-        band = self.bands.compared(tensor, queries, keys)
-        if band is not None:
-            return self._within(band) if band.of_node(queries, keys) is not None else None
+        compared = self.bands.compared(tensor, queries, keys)
+        if compared is not None:
+            band, there = compared
+            if band.of_node(queries, keys) is None:
+                return None
+            return self._within(band) if there else make("not", self._within(band))
         table = self.bands.table(tensor, queries, keys)
         if table is None or table.band.of_node(queries, keys) is None:
             return None

@@ -18,6 +18,14 @@ FEEDS = {"x": normal(3, 5, 7, seed=1) * 4}
     [
         ("m = ReduceMax(x, last) d = Sub(x, m) e = Exp(d) s = ReduceSum(e, last) y = Div(e, s)", True),
         ("m = ReduceMax(x, first) d = Sub(x, m) e = Exp(d) s = ReduceSum(e, first) y = Div(e, s)", True),
+        (
+            "m = ReduceMax(x, last) d = Sub(x, m) e = Exp(d) s = ReduceSum(e, last) r = Reciprocal(s) y = Mul(r, e)",
+            True,
+        ),
+        ("l = LogSoftmax(x) y = Exp(l)", True),
+        ("l = LogSoftmax <axis = 1> (x) y = Exp(l)", True),
+        ("m = ReduceMax(x, last) d = Sub(x, m) y = Softmax(d)", True),
+        ("m = ReduceMax(x, first) d = Sub(x, m) y = Softmax(d)", False),
         ("m = ReduceMax(x, first) d = Sub(x, m) e = Exp(d) s = ReduceSum(e, last) y = Div(e, s)", False),
         ("e = Exp(x) s = ReduceSum(e, last) y = Div(e, s)", False),
         ("m = ReduceMax(x, last) d = Sub(x, m) e = Exp(d) s = ReduceSum(e, last) y = Div(s, e)", False),
