@@ -10,7 +10,7 @@ BUILD := build
 
 demo: $(VENV)/installed
 	mkdir -p $(BUILD)
-	$(BIN)/coda-edge optimize "$$($(BIN)/python -m models.minilm)" -o $(BUILD)/minilm.coda
+	$(BIN)/coda-edge optimize "$$($(BIN)/python -m models fetch minilm)" -o $(BUILD)/minilm.coda
 	$(BIN)/python -m models.demo $(BUILD)/minilm.coda
 	$(BIN)/python -m benchmarks.minilm $(BUILD)/minilm.coda
 

