@@ -33,7 +33,7 @@ def account(
 ) -> Report:
     """The report of ``graph``, made from ``loaded`` by the passes that wrote ``log`` and lowered to ``lowered``, at ``sizes``."""
     plan = lowered.plan
-    values = plan.exprs.evaluate({name: sizes.get(name, 1) for name in plan.exprs.symbols})
+    values = plan.exprs.evaluate(sizes)
     ops = Counter(n.op for n in graph.nodes if n.domain == DOMAIN)
     return Report(
         nodes_before=len(loaded.graph.node),

@@ -119,6 +119,15 @@ def divide(a: Dim, b: Dim) -> Dim | None:
     return simplify(quotient) if denominator == 1 and numerator.is_integer else None
 
 
+def exact(value: int | float | sympy.Expr) -> int | sympy.Expr | float:
+    """``value`` without floating point where it is a whole number or has whole numbers as factors and terms."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, int) or not value.has(sympy.Float):
+        return value
+    return value.xreplace({f: sympy.Rational(str(f)) for f in value.atoms(sympy.Float)})
+
+
 def nonnegative(dim: Dim) -> bool:
     """Whether ``dim`` is provably at least 0."""
     return dim >= 0 if isinstance(dim, int) else bool(dim.is_nonnegative)

@@ -9,6 +9,8 @@ Groups whose sinks have one shape, and which read one tensor or results of one n
 another's result; what only they need joins then. So the cosines and sines of angles are one kernel, and so are both ends of a cache.
 What is made of sizes alone by cheap operators (positions, zeros) is made again in each group that reads it.
 
+What sizes are read from (``SymbolicInfo.sources``) is stored: all sizes of a kernel are known when it begins.
+
 Conditions: none on what the operators are; Gather, Slice, Concat, Transpose and the like only rename indices.
 Refused: a group of views alone (Reshape, Squeeze, Unsqueeze, Flatten) needs no kernel, and shape arithmetic needs none.
 """
@@ -63,19 +65,23 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Grouping:
-    """``known``: nodes whose results sizes determine; ``free``: those that are better done again than stored, by id."""
+    """``known``: nodes whose results sizes determine; ``free``: those that are better done again than stored; ``sources``: those from whose
+    results sizes are read, by id.
+    """
 
     graph: gs.Graph
     known: set[int]
     free: set[int]
+    sources: set[int]
 
 
 def run(graph: gs.Graph, log: PassLog) -> int:
     """Groups all pointwise operators; returns the number of Maps."""
     remove_dead(graph)
-    values = infer(graph).values
-    known = {id(n) for n in graph.nodes if n.outputs and all(o.name in values for o in n.outputs)}
-    grouping = _Grouping(graph, known, _free(graph, known))
+    info = infer(graph)
+    known = {id(n) for n in graph.nodes if n.outputs and all(o.name in info.values for o in n.outputs)}
+    read = {id(n) for n in graph.nodes if any(o.name in info.sources for o in n.outputs)}
+    grouping = _Grouping(graph, known, _free(graph, known) - read, read)
     groups = _joined(grouping, _groups(grouping))
     _replace(grouping, groups)
     if groups:
@@ -231,7 +237,7 @@ def _upwards(grouping: _Grouping, sinks: list[gs.Node], ends: list[gs.Node]) -> 
     inside = set(start)
     for node in reversed(in_order(graph)):
         eligible = not node.domain and (node.op in POINTWISE or id(node) in grouping.known)
-        if not eligible or id(node) in inside:
+        if not eligible or id(node) in inside | grouping.sources:
             continue
         users = [id(u) in inside for o in node.outputs for u in consumers(o)]
         stored = any(is_output(graph, o) for o in node.outputs)

@@ -9,6 +9,7 @@ from graphs import run, to_model
 
 from coda_edge.errors import ShapeError
 from coda_edge.frontend import infer
+from coda_edge.frontend import SymbolicInfo
 from coda_edge.frontend.sizes import SizeEmitter, expand_target, reshape_target
 from coda_edge.symbolic import divide, evaluate, format_dim, parse_dim, product, same
 
@@ -31,7 +32,7 @@ def test_computed_in_a_graph(text: str) -> None:
     dim = parse_dim(text)
     x, p = gs.Variable("x", np.float32, ["B", 4, "S"]), gs.Variable("p", np.float32, ["P"])
     graph = gs.Graph([], [x, p], [], opset=18)
-    emitter = SizeEmitter(graph)
+    emitter = SizeEmitter(graph, SymbolicInfo())
     vector, scalar = emitter.vector([2, dim, parse_dim("B")]), emitter.scalar(dim)
     graph.outputs = [vector, scalar]
     infer(graph)
@@ -44,7 +45,7 @@ def test_computed_in_a_graph(text: str) -> None:
 def test_a_size_that_no_tensor_has() -> None:
     graph = gs.Graph([], [gs.Variable("x", np.float32, ["B"])], [], opset=18)
     with pytest.raises(ShapeError, match="size 'Q' is no tensor's dimension"):
-        SizeEmitter(graph).vector([parse_dim("Q")])
+        SizeEmitter(graph, SymbolicInfo()).vector([parse_dim("Q")])
 
 
 @pytest.mark.parametrize(

@@ -348,25 +348,6 @@ def test_a_sequence_longer_than_the_position_table() -> None:
             np.testing.assert_allclose(a, b, atol=1e-4 * float(np.abs(b).max()))
 
 
-DATA_DEPENDENT = {
-    "size 'y_1' is no dimension of an input": (
-        "(float[b,s] x, int64[1] n) => (float[b,k] y) { y = Slice(x, first, n, axis) }"
-    ),
-    "a = r_0 (node 'y') is assumed, but data decides it": (
-        "(int64 n, float[a] x) => (float[a] y) { one = Constant <value_int = 1> () zero = Constant <value_int = 0> () "
-        "r = Range(zero, n, one) f = Cast <to = 1> (r) y = Add(x, f) }"
-    ),
-}
-
-
-@pytest.mark.parametrize("message", DATA_DEPENDENT)
-def test_sizes_that_data_decides_are_refused_when_planned(message: str) -> None:
-    used = {"first": ints(0), "axis": ints(1)} if "first" in DATA_DEPENDENT[message] else {}
-    with pytest.raises(ShapeError) as refusal:
-        coda_edge.optimize(model("g " + DATA_DEPENDENT[message], used), verify=False)
-    assert message in str(refusal.value)
-
-
 def test_sizes_that_can_never_be_are_refused() -> None:
     text = '(float[2] x) => (float[k] y) { y = Pad <mode = "reflect"> (x, by) }'
     with pytest.raises(ShapeError, match=r"Pad \(node 'y'\): 3 would have to be at most 2: padding of axis 0 of 'x'"):

@@ -6,7 +6,7 @@ The plan knows nothing of ONNX or TVM. ``docs/bundle-format.md`` gives its bytes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -95,16 +95,16 @@ class ExprTable:
             self.symbols.append(name)
         return self.symbols.index(name)
 
-    def evaluate(self, sizes: dict[str, int]) -> list[int]:
-        """Every entry's value, as the runtime computes them; ``sizes`` names those that are read too."""
+    def evaluate(self, sizes: Mapping[str, int]) -> list[int]:
+        """Every entry's value, as the runtime computes them; ``sizes`` names those that are read too. One left out counts as 1."""
         values: list[int] = []
         for e in self.entries:
             if e.op == ExprOp.CONST:
                 values.append(e.a)
             elif e.op == ExprOp.SYMBOL:
-                values.append(sizes[self.symbols[e.a]])
+                values.append(sizes.get(self.symbols[e.a], 1))
             elif e.op == ExprOp.DATA:
-                values.append(sizes[self.data[e.a]])
+                values.append(sizes.get(self.data[e.a], 1))
             elif e.op == ExprOp.RUN:
                 values.append(0)
             else:

@@ -1,4 +1,4 @@
-"""What must hold of the inputs' sizes, gathered from every inference of a graph while it is rewritten.
+"""What must hold of sizes, gathered from every inference of a graph while it is rewritten.
 
 A rewrite may remove the node at which a size was assumed to be within bounds, while the result still relies on it.
 """
@@ -9,12 +9,18 @@ import onnx_graphsurgeon as gs
 import sympy
 
 from .. import ir
+from ..symbolic import symbol
 from .shapes import Constraint, SymbolicInfo
 
 
 def input_symbols(graph: gs.Graph) -> set[sympy.Symbol]:
     """The sizes that the shapes of the graph's inputs are made of."""
     return {s for t in graph.inputs for d in ir.shape(t) if not isinstance(d, int) for s in d.free_symbols}
+
+
+def known_symbols(graph: gs.Graph, info: SymbolicInfo) -> set[sympy.Symbol]:
+    """The sizes that a run knows at its start, or reads on its way."""
+    return input_symbols(graph) | {symbol(name) for name in info.data}
 
 
 class ConstraintSet:
@@ -29,7 +35,7 @@ class ConstraintSet:
         found += [c for c in info.constraints if c.relation != "="]
         self._found = list({(c.left, c.relation, c.right): c for c in found}.values())
 
-    def known_by(self, graph: gs.Graph) -> tuple[Constraint, ...]:
-        """Those on sizes of the graph's inputs: others were about sizes that a later inference knew better."""
-        known = input_symbols(graph)
+    def known_by(self, graph: gs.Graph, info: SymbolicInfo) -> tuple[Constraint, ...]:
+        """Those on sizes of the graph's inputs and of its data: others were about sizes that ``info``, the last inference, knows better."""
+        known = known_symbols(graph, info)
         return tuple(c for c in self._found if c.symbols <= known)

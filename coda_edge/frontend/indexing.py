@@ -246,7 +246,7 @@ class _Rewriter:
         self.graph = graph
         self.analysis = analysis
         self.views = views
-        self.emitter = SizeEmitter(graph)
+        self.emitter = SizeEmitter(graph, analysis.info)
 
     def rewrite(self, node: gs.Node) -> int:
         """Rewrites one node if it can be; returns 1 if so."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import sympy
 
-from ..symbolic import Dim, divide, product, simplify
+from ..symbolic import Dim, divide, exact, nonnegative, product, simplify
 from .shape_rules import INT64, axes_of, broadcast
 from .shapes import Call, Type, shape_rule
 
@@ -40,7 +40,7 @@ def _size(call: Call) -> list[Type]:
 
 @shape_rule("Reshape")
 def _reshape(call: Call) -> list[Type]:
-    target = call.value(1)
+    target = call.sizes(1)
     dims = call.shape()
     if target is None:
         rank = call.shape(1)[0]
@@ -65,7 +65,8 @@ def _reshape(call: Call) -> list[Type]:
     if quotient is None:
         # A batch that another input's batch names: the two are one size.
         for axis, dim in enumerate(out[: len(dims)]):
-            if isinstance(dim, sympy.Symbol) and isinstance(dims[axis], sympy.Symbol) and dim != dims[axis]:
+            named = isinstance(dim, sympy.Symbol) and isinstance(dims[axis], sympy.Symbol) and dim != dims[axis]
+            if named and not call.of_data(dim) and not call.of_data(dims[axis]):
                 out[axis] = call.equate(dim, dims[axis])
         dims = call.shape()
         rest_in, rest_out = map(product, _without_common(dims, out))
@@ -159,7 +160,7 @@ def _split(call: Call) -> list[Type]:
 def _split_sizes(call: Call, size: Dim) -> list[Dim]:
     """The sizes of the parts that a Split node makes of an axis."""
     if call.has(1):
-        value = call.value(1)
+        value = call.sizes(1)
         if value is None:
             raise call.error("the split sizes are not known")
         call.equate(size, simplify(sympy.Add(*value)))
@@ -185,10 +186,18 @@ def _slice(call: Call) -> list[Type]:
         return [(call.dtype(), tuple(dims))]
     for axis, start, end, step in parts:
         low, high = (start, end) if step > 0 else (end, start)
-        if not (isinstance(low, int) and isinstance(high, int)):
+        if call.of_data(low) or call.of_data(high):
+            end = _later(low, high) if step > 0 else end
+            start = start if step > 0 else _later(low, high)
+        elif not (isinstance(low, int) and isinstance(high, int)):
             call.at_most(low, high, call.axis_of(axis))
         dims[axis] = slice_length(start, end, step)
     return [(call.dtype(), tuple(dims))]
+
+
+def _later(low: Dim, high: Dim) -> Dim:
+    """``high``, or ``low`` if that is more: what data decides may be an empty range."""
+    return high if nonnegative(simplify(sympy.sympify(high - low))) else simplify(sympy.Max(low, high))
 
 
 def slice_length(start: Dim, end: Dim, step: int) -> Dim:
@@ -204,10 +213,11 @@ def slice_length(start: Dim, end: Dim, step: int) -> Dim:
 def slice_parts(call: Call) -> list[tuple[int, Dim, Dim, int]] | None:
     """(axis, start, end, step) of a Slice node with bounds clamped and counted from 0; None if they are not known.
 
-    A symbolic bound is assumed to lie within the axis, which is recorded. For a negative step, end may be −1.
+    A symbolic bound is assumed to lie within the axis, which is recorded; one that data decides is clamped. For a negative step,
+    end may be −1.
     """
     dims = call.shape()
-    starts, ends = call.value(1), call.value(2)
+    starts, ends = call.sizes(1), call.sizes(2)
     axes = call.ints(3) if call.has(3) else list(range(len(dims)))
     steps = call.ints(4) if call.has(4) else [1] * len(axes or ())
     if starts is None or ends is None or axes is None or steps is None:
@@ -242,6 +252,9 @@ def _bound(call: Call, axis: int, bound: Any, low: int, high: Dim) -> Dim:
         return bound
     if bound.is_nonpositive:
         bound = simplify(size + bound)
+    if call.of_data(bound):
+        above = bound if nonnegative(simplify(bound - low)) else sympy.Max(low, bound)
+        return simplify(above if nonnegative(simplify(sympy.sympify(high - bound))) else sympy.Min(above, high))
     call.at_most(low, bound, reason)
     call.at_most(bound, high, reason)
     return simplify(bound)
@@ -279,7 +292,7 @@ def _gather_nd(call: Call) -> list[Type]:
 
 @shape_rule("Expand")
 def _expand(call: Call) -> list[Type]:
-    target = call.value(1)
+    target = call.sizes(1)
     if target is None:
         rank = call.shape(1)[0]
         if not isinstance(rank, int):
@@ -290,7 +303,7 @@ def _expand(call: Call) -> list[Type]:
 
 @shape_rule("Tile")
 def _tile(call: Call) -> list[Type]:
-    repeats = call.value(1)
+    repeats = call.sizes(1)
     if repeats is None:
         return [(call.dtype(), tuple(call.fresh(i) for i in range(len(call.shape()))))]
     return [(call.dtype(), tuple(simplify(d * r) for d, r in zip(call.shape(), repeats, strict=True)))]
@@ -298,14 +311,18 @@ def _tile(call: Call) -> list[Type]:
 
 @shape_rule("Range")
 def _range(call: Call) -> list[Type]:
-    start, limit, delta = (call.value(i) for i in range(3))
+    start, limit, delta = (call.sizes(i) for i in range(3))
     if start is None or limit is None or delta is None:
         return [(call.dtype(), (call.fresh(0),))]
-    first, last, step = start.item(), limit.item(), delta.item()
+    first, last, step = map(exact, (start.item(), limit.item(), delta.item()))
     if all(isinstance(v, int | float) for v in (first, last, step)):
         return [(call.dtype(), (max(int(np.ceil((last - first) / step)), 0),))]
     low, high = (last, first) if isinstance(step, int | float) and step < 0 else (first, last)
-    call.at_most(low, high, "the length of a range")
+    if call.of_data(low) or call.of_data(high):
+        later = _later(low, high)
+        first, last = (later, low) if low is last else (low, later)
+    else:
+        call.at_most(low, high, "the length of a range")
     if step in (1, -1):
         return [(call.dtype(), (simplify((last - first) * step),))]
     return [(call.dtype(), (simplify(sympy.ceiling((last - first) / step)),))]
@@ -315,7 +332,7 @@ def _range(call: Call) -> list[Type]:
 def _constant_of_shape(call: Call) -> list[Type]:
     fill = call.attr("value")
     dtype = np.dtype(np.float32) if fill is None else fill.dtype
-    target = call.value(0)
+    target = call.sizes(0)
     if target is None:
         rank = call.shape(0)[0]
         if not isinstance(rank, int):
@@ -336,7 +353,7 @@ _PAD_NEEDS: dict[str, Callable[[Dim], Dim]] = {
 @shape_rule("Pad")
 def _pad(call: Call) -> list[Type]:
     dims = list(call.shape())
-    pads = call.value(1)
+    pads = call.sizes(1)
     axes = call.ints(3) if call.has(3) else list(range(len(dims)))
     if axes is None:
         raise call.error("the axes are not known")

@@ -16,6 +16,7 @@ import onnx_graphsurgeon as gs
 
 from .. import ir
 from ..symbolic import Dim, divide, product
+from .shapes import SymbolicInfo
 from .sizes import SizeEmitter, reshape_target
 
 _VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
@@ -201,10 +202,10 @@ def reshape(emitter: SizeEmitter, x: ir.Tensor, dims: Sequence[Dim], base: str) 
     return emitter.editor.apply("Reshape", [x, operand], dims, f"{base}.view")
 
 
-def compose_movement(graph: gs.Graph) -> int:
+def compose_movement(graph: gs.Graph, info: SymbolicInfo) -> int:
     """Shortens every chain of movement operators that can be written with fewer; returns how many it rewrote."""
     count = _sink_scalars(graph)
-    emitter, views = SizeEmitter(graph), trace(graph)
+    emitter, views = SizeEmitter(graph, info), trace(graph)
     nodes = list(graph.nodes)
     hoisted = sum(_hoist_slice(graph, emitter, views, n) for n in nodes if n.op == "Slice" and not n.domain)
     if hoisted:

@@ -13,6 +13,7 @@ from . import (
     columns,
     contrib,
     convolution,
+    data_sizes,
     decompose_attention,
     einsum,
     factors,
@@ -46,6 +47,7 @@ _TABLES = (
     decompose_attention,
     contrib,
     convolution,
+    data_sizes,
     quantization,
     pooling,
     einsum,
@@ -66,8 +68,8 @@ class NormalForm:
     constraints: tuple[Constraint, ...]
 
     def allows(self, sizes: Mapping[str, int]) -> bool:
-        """Whether the graph is right at ``sizes``, which name every symbol of its inputs."""
-        return all(c.holds(sizes) for c in self.constraints)
+        """Whether the graph is right at ``sizes``, which name every symbol of its inputs, as far as these tell."""
+        return all(c.holds(sizes) for c in self.constraints if all(s.name in sizes for s in c.symbols))
 
 
 @dataclass
@@ -118,9 +120,9 @@ def to_normal_form(
     emit_sizes(graph, state.infer(graph))
     _tidy(graph, state)
     _copy_constant_outputs(graph)
-    state.infer(graph)
+    info = state.infer(graph)
     ir.sort(graph)
-    return NormalForm(graph, state.constraints.known_by(graph))
+    return NormalForm(graph, state.constraints.known_by(graph, info))
 
 
 def _round(graph: gs.Graph, state: _State) -> int:
@@ -137,14 +139,9 @@ def _round(graph: gs.Graph, state: _State) -> int:
 def _rearrange(graph: gs.Graph, state: _State) -> int:
     """What needs every shape: done once nothing else is left to do."""
     changes = simplify_indexing(graph, state.infer(graph)) + _tidy(graph, state)
-    state.infer(graph)
-    changes += defer_expands(graph) + _tidy(graph, state)
-    state.infer(graph)
-    changes += compose_movement(graph) + _tidy(graph, state)
-    state.infer(graph)
-    changes += sink_row_movement(graph) + _tidy(graph, state)
-    state.infer(graph)
-    return changes + compose_movement(graph) + _tidy(graph, state)
+    for rewrite in (defer_expands, compose_movement, sink_row_movement, compose_movement):
+        changes += rewrite(graph, state.infer(graph)) + _tidy(graph, state)
+    return changes
 
 
 def _copy_constant_outputs(graph: gs.Graph) -> None:

@@ -12,14 +12,15 @@ import onnx_graphsurgeon as gs
 from .. import ir
 from ..symbolic import Dim, product
 from .movement import MOVES, Atom, View, plan, trace, write
+from .shapes import SymbolicInfo
 from .sizes import SizeEmitter
 
 _COLUMNWISE = ("Add", "Sub", "Mul", "Div")
 
 
-def sink_row_movement(graph: gs.Graph) -> int:
+def sink_row_movement(graph: gs.Graph, info: SymbolicInfo) -> int:
     """Moves rearrangements of rows behind matrix products and columns; returns how many. Shapes must be annotated."""
-    emitter, views = SizeEmitter(graph), trace(graph)
+    emitter, views = SizeEmitter(graph, info), trace(graph)
     replaced: set[str] = set()
     for node in ir.in_order(graph):
         if node.domain or not node.outputs:

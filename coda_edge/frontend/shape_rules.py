@@ -214,7 +214,7 @@ def _reduced(dims: tuple[Dim, ...], gone: set[int], keep: int) -> tuple[Dim, ...
 @shape_rule("TopK")
 def _top_k(call: Call) -> list[Type]:
     dims = list(call.shape())
-    k = call.value(1)
+    k = call.sizes(1)
     axis = call.axis(call.attr("axis", -1), len(dims))
     dims[axis] = call.fresh(axis) if k is None else k.item()
     return [(call.dtype(), tuple(dims)), (INT64, tuple(dims))]
@@ -223,7 +223,7 @@ def _top_k(call: Call) -> list[Type]:
 @shape_rule("OneHot")
 def _one_hot(call: Call) -> list[Type]:
     dims = list(call.shape())
-    depth = call.value(1)
+    depth = call.sizes(1)
     axis = call.axis(call.attr("axis", -1), len(dims) + 1)
     dims.insert(axis, call.fresh(axis) if depth is None else depth.item())
     return [(call.dtype(2), tuple(dims))]
@@ -231,13 +231,13 @@ def _one_hot(call: Call) -> list[Type]:
 
 @shape_rule("NonZero")
 def _non_zero(call: Call) -> list[Type]:
-    return [(INT64, (len(call.shape()), call.fresh(1)))]
+    return [(INT64, (max(len(call.shape()), 1), call.counted()))]
 
 
 @shape_rule("Resize", "Upsample")
 def _resize(call: Call) -> list[Type]:
     dims = list(call.shape())
-    sizes, scales = call.value(3), call.value(2)
+    sizes, scales = call.sizes(3), call.value(2)
     axes = [call.axis(a, len(dims)) for a in call.attr("axes") or range(len(dims))]
     if sizes is not None and sizes.size:
         if call.attr("keep_aspect_ratio_policy", "stretch") != "stretch":

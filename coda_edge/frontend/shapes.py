@@ -1,14 +1,17 @@
 """Symbolic shape and value inference: every tensor's dtype and dimensions, as expressions in the inputs' sizes.
 
 ``infer`` walks a graph once, with one function per operator (``shape_rules``, ``coda_rules``); integer tensors that
-shapes alone determine are evaluated too (``value_rules``), which is what makes ``Reshape`` targets known. An operator
-without a rule is asked of ``onnx.shape_inference``, one node at a time.
+shapes alone determine are evaluated too (``value_rules``), which is what makes ``Reshape`` targets known. Where a size is
+needed that data decides, it gets a symbol of its own, and ``SymbolicInfo.data`` tells which element of which tensor it is. An
+operator without a rule is asked of ``onnx.shape_inference``, one node at a time.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from keyword import iskeyword
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -66,15 +69,26 @@ class Constraint:
         return f"{self.left} {self.relation} {self.right} (node '{self.node}')"
 
 
+@dataclass(frozen=True)
+class DataSize:
+    """Where a size that data decides is found: an element of a tensor, or how many columns the tensor has (``element`` None)."""
+
+    tensor: str
+    element: int | None
+
+
 @dataclass
 class SymbolicInfo:
-    """What ``infer`` found. ``values`` holds the tensors, by name, that shapes alone determine (at most 256 elements).
+    """What ``infer`` found. ``values`` holds the tensors, by name, that sizes alone determine (at most 256 elements).
 
-    ``equal``: the equalities among ``constraints``, solved.
+    ``data``: the sizes that data decides, by name; ``sources``: the tensors whose elements they are, as such sizes. A source is
+    computed like any tensor, and known later than the shapes. ``equal``: the equalities among ``constraints``, solved.
     """
 
     shapes: dict[str, tuple[Dim, ...]] = field(default_factory=dict)
     values: dict[str, Values] = field(default_factory=dict)
+    data: dict[str, DataSize] = field(default_factory=dict)
+    sources: dict[str, Values] = field(default_factory=dict)
     constraints: list[Constraint] = field(default_factory=list)
     equal: Equalities = field(default_factory=lambda: Equalities(()))
 
@@ -171,10 +185,20 @@ class Call:
             # Small constants only: the data of a large one may not even be loaded yet.
             return np.asarray(tensor.values).astype(object) if np.prod(tensor.shape) <= _MOST_VALUES else None
         value = self.state.info.values.get(tensor.name)
+        if value is None:
+            value = self.state.info.sources.get(tensor.name)
         if value is None or not self.state.equal.known:
             return value
         resolved = [self.state.equal.resolve(v) if isinstance(v, sympy.Expr) else v for v in value.flat]
         return objects(resolved, value.shape)
+
+    def sizes(self, index: int) -> Values | None:
+        """The value of an input that sizes are made of: where data decides it, in sizes of their own."""
+        value = self.value(index)
+        if value is None and self.has(index):
+            self.state.demand(self.node.inputs[index], self.opset, self.types)
+            value = self.value(index)
+        return value
 
     def ints(self, index: int) -> list[int] | None:
         """The elements of a value, if all are plain integers."""
@@ -199,6 +223,8 @@ class Call:
         a, b = equal.resolve(a), equal.resolve(b)
         if same(a, b):
             return a
+        if self.state.of_data(a) or self.state.of_data(b):
+            return self._equate_data(a, b)
         known = set(equal.known)
         if sympy.sympify(a - b).is_zero is False or not equal.equate(a, b):
             raise self.error(f"sizes {a} and {b} would have to be equal")
@@ -211,6 +237,16 @@ class Call:
             self.state.info.constraints.append(Constraint(term, "<=", value, self.name, reason))
             self.state.info.constraints.append(Constraint(value, "<=", term, self.name, reason))
         return equal.resolve(a)
+
+    def _equate_data(self, a: Dim, b: Dim) -> Dim:
+        """Two sizes of which data decides one: which they are is seen when both are known, so no symbol is put in for another."""
+        if sympy.sympify(a - b).is_zero is False:
+            raise self.error(f"sizes {a} and {b} would have to be equal")
+        for low, high in ((a, b), (b, a)):
+            self.state.info.constraints.append(
+                Constraint(low, "<=", high, self.name, "two dimensions that must be equal")
+            )
+        return b if self.state.of_data(a) else a
 
     def at_most(self, a: Dim, b: Dim, reason: str) -> None:
         """Assumes ``a <= b``. Raises ShapeError if it never holds."""
@@ -231,8 +267,16 @@ class Call:
         return f"{place} of '{self.node.inputs[index].name}'"
 
     def fresh(self, axis: int, output: int = 0) -> Dim:
-        """A new symbol for a dimension that only the data determines."""
+        """A new symbol for a dimension that only the data determines, no element of a tensor."""
         return symbol(f"{self.node.outputs[output].name}_{axis}".replace("/", "_").replace(".", "_"))
+
+    def counted(self) -> Dim:
+        """How many columns the output has, which its kernel counts first."""
+        return self.state.data_size(DataSize(self.node.outputs[0].name, None), self.node.outputs[0].name)
+
+    def of_data(self, dim: Dim) -> bool:
+        """Whether data decides ``dim``."""
+        return self.state.of_data(dim)
 
     def error(self, message: str) -> ShapeError:
         """A ShapeError that names the node and its operands."""
@@ -252,6 +296,7 @@ class Call:
                 known[tensor.name] = value
         info = _infer(graph, known)
         self.state.info.constraints.extend(info.constraints)
+        self.state.info.data.update(info.data)
         return [(t.dtype, info.shapes[t.name]) for t in graph.outputs]
 
 
@@ -299,10 +344,58 @@ def constant_of(node: gs.Node) -> ir.Array:
     return np.asarray(data, np.float32 if "float" in name else np.int64)
 
 
+# Sizes are made of at most this many elements that data decides.
+_MOST_DATA = 8
+# Operators through which a size is followed back to the element that decides it, so that equal sizes get equal symbols.
+_FOLLOWED = frozenset(
+    {"Add", "Sub", "Mul", "Div", "Neg", "Min", "Max", "Cast", "Identity", "Concat", "Gather", "Slice", "Expand"}
+    | {"Reshape", "Squeeze", "Unsqueeze", "Flatten"}
+)
+
+
 @dataclass
 class _State:
     info: SymbolicInfo
     equal: Equalities
+    taken: frozenset[str] = frozenset()  # names of the inputs' sizes
+
+    def of_data(self, dim: Dim) -> bool:
+        """Whether data decides ``dim``."""
+        return not isinstance(dim, int) and any(s.name in self.info.data for s in dim.free_symbols)
+
+    def data_size(self, source: DataSize, base: str) -> Dim:
+        """The symbol of ``source``, named after ``base``. A run in which it is negative is refused."""
+        name = re.sub(r"\W", "_", base).strip("_")
+        name = f"size_{name}" if not name.isidentifier() or iskeyword(name) else name
+        while name in self.taken or self.info.data.get(name, source) != source:
+            name += "_"
+        self.info.data[name] = source
+        return symbol(name)
+
+    def demand(self, tensor: ir.Tensor, opset: int, types: dict[str, Type]) -> bool:
+        """Makes the elements of an integer tensor known, as expressions in sizes that data decides; whether it could."""
+        info = self.info
+        if isinstance(tensor, gs.Constant) or tensor.name in info.values or tensor.name in info.sources:
+            return True
+        dtype, dims = types[tensor.name]
+        if not all(isinstance(d, int) for d in dims) or np.prod(dims, dtype=np.int64) > _MOST_DATA:
+            return False
+        node = ir.producer(tensor)
+        if node is not None and not node.domain and node.op in _FOLLOWED:
+            before = dict(info.data), dict(info.sources), dict(info.values), list(info.constraints)
+            if all(self.demand(t, opset, types) for t in node.inputs if t.name):
+                value = VALUE_RULES[node.op](Call(node, opset, types, self), [types[tensor.name]])
+                if isinstance(value, np.ndarray):
+                    info.values[tensor.name] = value
+                    return True
+            info.data, info.sources, info.values, info.constraints = before
+        if np.dtype(dtype) not in (np.int64, np.int32):
+            return False
+        count = int(np.prod(dims, dtype=np.int64))
+        names = [tensor.name] if count == 1 else [f"{tensor.name}_{i}" for i in range(count)]
+        symbols = [self.data_size(DataSize(tensor.name, i), name) for i, name in enumerate(names)]
+        info.sources[tensor.name] = objects(symbols, [int(d) for d in dims])
+        return True
 
 
 def infer(graph: gs.Graph, known: Mapping[str, Values] | None = None) -> SymbolicInfo:
@@ -326,7 +419,7 @@ def _infer(graph: gs.Graph, known: dict[str, Values]) -> SymbolicInfo:
         types[tensor.name] = (numpy_dtype(tensor.dtype), ir.shape(tensor))
     symbols = [s for t in graph.inputs for d in types[t.name][1] if not isinstance(d, int) for s in _in_order(d)]
     equal = Equalities(symbols)
-    state = _State(SymbolicInfo(values=dict(known), equal=equal), equal)
+    state = _State(SymbolicInfo(values=dict(known), equal=equal), equal, frozenset(s.name for s in symbols))
     opset = graph.opset or 18
     for node in ir.in_order(graph):
         for tensor in node.inputs:
@@ -350,6 +443,9 @@ def _visit(call: Call, types: dict[str, Type], state: _State) -> None:
     found = rule(call)
     for tensor, (dtype, dims) in zip(node.outputs, found, strict=False):
         types[tensor.name] = (dtype, dims)
+        for axis, dim in enumerate(dims):
+            if state.of_data(dim) and not nonnegative(dim):
+                call.at_most(0, dim, f"axis {axis} of '{tensor.name}'")
     for tensor in node.outputs[len(found) :]:
         if tensor.name:
             raise call.error(f"output '{tensor.name}' is more than the operator has")

@@ -1,7 +1,7 @@
 """Sizes as tensors: shape operands become constants where 0, −1 and numbers can say them, else one canonical form.
 
-The canonical form reads each symbol from the graph input that has it, so the shape arithmetic that an exporter wrote
-goes away, whatever it was.
+The canonical form reads each symbol from the graph input that has it, or from the element that decides it, so the shape
+arithmetic that an exporter wrote goes away, whatever it was.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 import sympy
 
 from .. import ir
 from ..errors import ShapeError
-from ..symbolic import Dim, same, simplify
+from ..symbolic import Dim, same, simplify, symbol
 from .shapes import SymbolicInfo, Values
 
 TO_END = 2**63 - 1
@@ -24,8 +25,9 @@ TO_END = 2**63 - 1
 class SizeEmitter:
     """Computes sizes in the graph: int64 tensors of given ints and expressions."""
 
-    def __init__(self, graph: gs.Graph) -> None:
+    def __init__(self, graph: gs.Graph, info: SymbolicInfo) -> None:
         self.editor = ir.GraphEditor(graph)
+        self._data: dict[sympy.Symbol, tuple[gs.Variable, int]] = {}
         self._made: dict[tuple[str, ...], gs.Variable] = {}
         self._sources: dict[sympy.Symbol, tuple[gs.Variable, int]] = {}
         for tensor in [*graph.inputs, *(t for n in ir.in_order(graph) for t in n.outputs)]:
@@ -33,6 +35,14 @@ class SizeEmitter:
                 for axis, dim in enumerate(ir.shape(tensor)):
                     if isinstance(dim, sympy.Symbol):
                         self._sources.setdefault(dim, (tensor, axis))
+        tensors = graph.tensors()
+        for name, source in info.data.items():
+            if source.tensor not in tensors:
+                continue
+            if source.element is None:
+                self._sources[symbol(name)] = (tensors[source.tensor], 1)
+            else:
+                self._data[symbol(name)] = (tensors[source.tensor], source.element)
 
     def vector(self, dims: Sequence[Dim]) -> ir.Tensor:
         """int64 ``[len(dims)]``. Raises ShapeError if no tensor has one of the symbols as a dimension."""
@@ -63,6 +73,8 @@ class SizeEmitter:
                 while count < len(dims) and isinstance(dims[count], int):
                     count += 1
                 parts.append(self.vector(dims[:count]))
+            elif dims[0] in self._data:
+                parts.append(self._element(*self._data[dims[0]]))
             elif isinstance(dims[0], sympy.Symbol):
                 tensor, axis = self._source(dims[0])
                 have = ir.shape(tensor)
@@ -74,10 +86,23 @@ class SizeEmitter:
             dims = dims[count:]
         return parts
 
-    def _source(self, symbol: sympy.Symbol) -> tuple[gs.Variable, int]:
-        if symbol not in self._sources:
-            raise ShapeError(f"size '{symbol}' is no tensor's dimension, so it cannot be computed at run time")
-        return self._sources[symbol]
+    def _element(self, tensor: gs.Variable, element: int) -> ir.Tensor:
+        """An element of an integer tensor, int64 ``[1]``."""
+        count = int(np.prod([int(d) for d in ir.shape(tensor)], dtype=np.int64))
+        part = self._node("Reshape", [tensor, self.editor.constant("size", np.asarray([count], np.int64))], count)
+        part.dtype = tensor.dtype
+        if count > 1:
+            bounds = [self.editor.constant("size", np.asarray([i], np.int64)) for i in (element, element + 1, 0)]
+            part = self._node("Slice", [part, *bounds], 1)
+            part.dtype = tensor.dtype
+        if np.dtype(tensor.dtype) != np.int64:
+            part = self._node("Cast", [part], 1, to=int(onnx.TensorProto.INT64))
+        return part
+
+    def _source(self, size: sympy.Symbol) -> tuple[gs.Variable, int]:
+        if size not in self._sources:
+            raise ShapeError(f"size '{size}' is no tensor's dimension, so it cannot be computed at run time")
+        return self._sources[size]
 
     def _expression(self, dim: sympy.Expr) -> ir.Tensor:
         """A size that is arithmetic on other sizes, int64 ``[1]``."""
@@ -150,7 +175,7 @@ def simplify_targets(graph: gs.Graph) -> int:
 
 def emit_sizes(graph: gs.Graph, info: SymbolicInfo) -> None:
     """Gives every tensor that shapes determine, where data operators read it, its canonical computation."""
-    emitter = SizeEmitter(graph)
+    emitter = SizeEmitter(graph, info)
     nodes = list(graph.nodes)
     for node in nodes:
         if node.outputs and all(t.name in info.values for t in node.outputs):

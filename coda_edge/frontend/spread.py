@@ -13,15 +13,16 @@ import onnx_graphsurgeon as gs
 from .. import ir
 from ..symbolic import Dim, format_dim, same
 from .movement import View, reshape
+from .shapes import SymbolicInfo
 from .sizes import SizeEmitter, expand_target
 
 _ELEMENTWISE = frozenset(ir.ELEMENTWISE) | {"Mod", "Xor", "IsInf"}
 _VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 
 
-def defer_expands(graph: gs.Graph) -> int:
+def defer_expands(graph: gs.Graph, info: SymbolicInfo) -> int:
     """Drops or moves every Expand as far as it goes; returns how many steps that took. Shapes must be annotated."""
-    emitter = SizeEmitter(graph)
+    emitter = SizeEmitter(graph, info)
     work = [n for n in ir.in_order(graph) if n.op == "Expand" and not n.domain]
     count = 0
     while work:

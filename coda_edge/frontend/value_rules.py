@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import sympy
 
-from ..symbolic import Dim, divide, nonnegative, product, simplify
+from ..symbolic import Dim, divide, exact, nonnegative, product, simplify
 from .layout_rules import shape_range, slice_parts
 from .shape_rules import dtype_of
 from .shapes import Call, Type, Values, constant_of, objects, value_rule
@@ -35,7 +35,7 @@ def _map(call: Call, found: list[Type], function: Scalars) -> Values | None:
 
 
 def _add(a: Scalar, b: Scalar) -> Scalar:
-    return simplify(a + b) if isinstance(a + b, sympy.Expr) else a + b
+    return simplify(exact(a + b)) if isinstance(a + b, sympy.Expr) else a + b
 
 
 def _sub(a: Scalar, b: Scalar) -> Scalar:
@@ -43,7 +43,7 @@ def _sub(a: Scalar, b: Scalar) -> Scalar:
 
 
 def _mul(a: Scalar, b: Scalar) -> Scalar:
-    return simplify(a * b) if isinstance(a * b, sympy.Expr) else a * b
+    return simplify(exact(a * b)) if isinstance(a * b, sympy.Expr) else a * b
 
 
 def _min(a: Scalar, b: Scalar) -> Scalar:
@@ -137,7 +137,7 @@ def _extreme(call: Call, found: list[Type]) -> Values | None:
 def _div(call: Call, found: list[Type]) -> Values | None:
     if np.dtype(found[0][0]).kind in "iu":
         return _map(call, found, floor_divide)
-    return _map(call, found, lambda a, b: sympy.sympify(a) / b if isinstance(a, sympy.Expr) else a / b if b else None)
+    return _map(call, found, lambda a, b: exact(a / b) if isinstance(a, sympy.Expr) and b else a / b if b else None)
 
 
 @value_rule("Mod")
@@ -152,8 +152,8 @@ def _mod(call: Call, found: list[Type]) -> Values | None:
 
 @value_rule("Floor", "Ceil")
 def _rounded(call: Call, found: list[Type]) -> Values | None:
-    exact, numeric = (sympy.floor, np.floor) if call.node.op == "Floor" else (sympy.ceiling, np.ceil)
-    return _map(call, found, lambda a: exact(a) if isinstance(a, sympy.Expr) else float(numeric(a)))
+    whole, numeric = (sympy.floor, np.floor) if call.node.op == "Floor" else (sympy.ceiling, np.ceil)
+    return _map(call, found, lambda a: simplify(whole(exact(a))) if isinstance(a, sympy.Expr) else float(numeric(a)))
 
 
 @value_rule("Cast")

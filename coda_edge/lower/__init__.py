@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from . import attention_node, fused, matmul, ops_create, ops_math, ops_movement, pointwise, reduction
+from . import (
+    attention_node,
+    fused,
+    matmul,
+    ops_create,
+    ops_data,
+    ops_math,
+    ops_movement,
+    ops_random,
+    pointwise,
+    reduction,
+)
 from .planner import Lowered, lower
 from .registry import KERNELS, POINTWISE
 
 __all__ = ["KERNELS", "POINTWISE", "Lowered", "lower"]
 
 # Imported for the operators that they register.
-_RULES = (attention_node, fused, matmul, ops_create, ops_math, ops_movement, pointwise, reduction)
+_RULES = (
+    attention_node,
+    fused,
+    matmul,
+    ops_create,
+    ops_data,
+    ops_math,
+    ops_movement,
+    ops_random,
+    pointwise,
+    reduction,
+)

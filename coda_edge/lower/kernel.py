@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
 
 
+def count_name(tensor: str) -> str:
+    """The int64 tensor that says how many columns ``tensor`` has, where its own kernels count them."""
+    return f"{tensor}.count"
+
+
 @dataclass(frozen=True)
 class Workspace:
     """A buffer that lives for one step only (per-panel partial statistics, say). ``size`` in bytes."""

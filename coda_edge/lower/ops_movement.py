@@ -11,7 +11,7 @@ from tvm import tirx
 from ..errors import UnsupportedOperator
 from ..symbolic import Dim, same, simplify
 from .emit import Expr, as_int, dtype_of, int64
-from .registry import Application, View, broadcast, constant, pointwise
+from .registry import Application, View, broadcast, constant, elements, pointwise
 
 _FAR = 1 << 31  # exporters write the end of an axis as a number at least this large
 
@@ -168,22 +168,22 @@ def concat(op: Application) -> View:
 
 @pointwise("Pad")
 def pad(op: Application) -> View:
-    """Pad by constant amounts, which may be negative: constant, edge, reflect and wrap."""
+    """Pad by amounts that may be negative, and computed when the kernel runs: constant, edge, reflect and wrap."""
     source, rank = op.view(0), len(op.shape)
     mode = op.attribute("mode", "constant")
-    amounts = op.constants(1)
     axes = [a % rank for a in op.constants(3, range(rank))]
+    amounts = [e if dtype_of(e) == "int64" else tirx.Cast("int64", e) for e in elements(op.view(1))]
     before = dict(zip(axes, amounts[: len(axes)], strict=True))
     filler = op.optional(2)
 
     def at(indices: Sequence[Expr]) -> Expr:
-        moved = [i - int64(before.get(axis, 0)) for axis, i in enumerate(indices)]
+        moved = [i - before[axis] if axis in before else i for axis, i in enumerate(indices)]
         if mode != "constant":
             return source.at([_FOLD[mode](i, op.emit.size(d)) for i, d in zip(moved, source.shape, strict=True)])
         checks = [
             check
-            for i, dim, out in zip(moved, source.shape, op.shape, strict=True)
-            if not same(dim, out)
+            for axis, (i, dim, out) in enumerate(zip(moved, source.shape, op.shape, strict=True))
+            if axis in before and not (same(dim, out) and as_int(before[axis]) == 0)
             for check in (i >= int64(0), i < op.emit.size(dim))
         ]
         fill = filler.at([int64(0)] * len(filler.shape)) if filler is not None else constant(0, op.dtype)

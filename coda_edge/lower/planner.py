@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,14 +17,15 @@ import onnx_graphsurgeon as gs
 import sympy
 
 from .. import ir
-from ..bundle.plan import Buffer, BufferKind, Constraint, ExecutionPlan, ExprOp, PlanStep, Relation, TensorInfo
+from ..bundle.plan import Buffer, BufferKind, Constraint, ExecutionPlan, ExprOp, PlanStep, Read, Relation, TensorInfo
 from ..errors import ShapeError, UnsupportedOperator
 from ..frontend import Constraint as Assumed
 from ..frontend import ConstraintSet, SymbolicInfo, infer
-from ..frontend.constraints import input_symbols
+from ..frontend.constraints import known_symbols
+from ..frontend.shapes import DataSize
 from ..ir import Tensor
-from ..symbolic import Dim, simplify
-from .kernel import KernelCall, KernelSource, Packed, Workspace
+from ..symbolic import Dim, simplify, symbol
+from .kernel import KernelCall, KernelSource, Packed, Workspace, count_name
 from .pointwise import lower_copy, lower_node, product
 from .registry import KERNELS, POINTWISE, Context, choices, identical, inlined
 
@@ -37,7 +38,7 @@ _DOMAINS = frozenset({"", "ai.onnx", ir.DOMAIN})
 _READ_BUFFERS = frozenset({"Gemm", "Attention"})
 
 
-_BY_SHAPES_ALONE = "every size must follow from the inputs' shapes; export the model so that it does"
+_BY_SIZES = "every size must follow from the inputs' shapes, or be an element of an integer tensor; export the model so that it does"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Lowered:
 
     def arena_bytes(self, sizes: Mapping[str, int]) -> int:
         """The most bytes that intermediate tensors take at one time, for the ``sizes`` of the inputs' symbols."""
-        values = self.plan.exprs.evaluate({name: sizes.get(name, 1) for name in self.plan.exprs.symbols})
+        values = self.plan.exprs.evaluate(sizes)
         live = [0] * (len(self.plan.steps) + 1)
         for buffer in self.plan.buffers:
             if buffer.kind == BufferKind.ARENA:
@@ -62,22 +63,22 @@ class Lowered:
 def lower(graph: gs.Graph, target: Target, constraints: Sequence[Assumed] = ()) -> Lowered:
     """The plan of ``graph``, in normal form and after the passes, for ``target``.
 
-    ``constraints``: what was assumed of the inputs' sizes before; the plan asks for them and for those that ``graph`` needs still.
+    ``constraints``: what was assumed of sizes before; the plan asks for them and for those that ``graph`` needs still.
 
     Raises UnsupportedOperator for an operator that neither the registry nor a template covers, ShapeError for a size that
-    no input's shape determines.
+    neither an input's shape nor an element of a tensor determines.
     """
-    known = input_symbols(graph)
     info = infer(graph)
+    known = known_symbols(graph, info)
     for c in info.constraints:
         if not c.symbols <= known:
-            raise ShapeError(f"{c} is assumed, but data decides it: {_BY_SHAPES_ALONE}")
+            raise ShapeError(f"{c} is assumed, but data decides it: {_BY_SIZES}")
     assumed = ConstraintSet()
     assumed.add(SymbolicInfo(constraints=list(constraints)))
     assumed.add(info)
-    context = Context(target, info.values)
+    context = Context(target, info.values, info.sources)
     calls, roots, stored = _calls(graph, context)
-    return _Planner(graph, roots, stored).plan(calls, assumed.known_by(graph))
+    return _Planner(graph, roots, stored, info.data).plan(calls, assumed.known_by(graph, info))
 
 
 def _calls(graph: gs.Graph, context: Context) -> tuple[list[KernelCall], dict[str, str], dict[str, Tensor]]:
@@ -183,10 +184,15 @@ class _Constants:
 class _Planner:
     """Numbers for everything that kernel calls name."""
 
-    def __init__(self, graph: gs.Graph, roots: Mapping[str, str], stored: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, graph: gs.Graph, roots: Mapping[str, str], stored: Mapping[str, Tensor], data: Mapping[str, DataSize]
+    ) -> None:
         self._graph = graph
         self._roots = roots
         self._tensors: dict[str, Tensor] = {**graph.tensors(), **stored}
+        self._data = data
+        counts = [count_name(source.tensor) for source in data.values() if source.element is None]
+        self._tensors |= {name: gs.Variable(name, np.dtype(np.int64), [1]) for name in counts}
         self._io = {name: (BufferKind.OUTPUT, i) for i, name in enumerate(stored)}
         self._io |= {t.name: (BufferKind.INPUT, i) for i, t in enumerate(graph.inputs)}
         self._constants = _Constants()
@@ -196,6 +202,8 @@ class _Planner:
     def plan(self, calls: Sequence[KernelCall], assumed: Sequence[Assumed]) -> Lowered:
         """The plan that makes ``calls`` in order, for sizes that keep to what is ``assumed``."""
         plan = self._plan
+        reads = self._schedule(calls, assumed)
+        plan.exprs.data = [name for name, _ in reads]
         for infos, tensors in ((plan.inputs, self._graph.inputs), (plan.outputs, self._graph.outputs)):
             infos.extend(self._info(t) for t in tensors)
         kernels: dict[str, KernelSource] = {}
@@ -205,9 +213,63 @@ class _Planner:
                     kernels.setdefault(source.symbol, source)
             plan.kernels[:] = list(kernels)
             plan.steps.append(self._step(step, call))
+        plan.reads = [self._read(name, step) for name, step in reads]
+        known = {symbol(name) for name in self._data} - {symbol(name) for name in plan.exprs.data}
+        assumed = [c for c in assumed if not c.symbols & known]
         plan.constraints.extend(c for c in map(self._constraint, assumed) if c is not None)
         self._check_symbols()
         return Lowered(plan, self._constants.bytes(), list(kernels.values()))
+
+    def _schedule(self, calls: Sequence[KernelCall], assumed: Sequence[Assumed]) -> list[tuple[str, int]]:
+        """When each size that data decides is read: before the first step that needs it, or another that is known no earlier."""
+        made: dict[str, int] = {}
+        needs: list[set[str]] = []
+        for step, call in enumerate(calls):
+            operands = {self._roots.get(o, o) for o in call.buffers if isinstance(o, str)}
+            made |= {name: step for name in operands - made.keys()}
+            dims = [*call.ints, call.items, call.scratch, call.flops, call.bytes]
+            dims += [self._size(o) for o in call.buffers if not isinstance(o, Packed)]
+            needs.append({s.name for d in dims if not isinstance(d, int) for s in d.free_symbols} & self._data.keys())
+        # A constraint on it is checked as well, though no step may need it.
+        wanted = set().union(*needs, {s.name for c in assumed for s in c.symbols} & self._data.keys())
+        ready = {name: self._made(name, made) + 1 for name in wanted}
+        reads: dict[str, int] = {}
+        for step, names in enumerate(needs):
+            late = [name for name in names if ready[name] > step]
+            if late:
+                raise ShapeError(
+                    f"size '{late[0]}' is needed by '{calls[step].name}', of {', '.join(calls[step].source)}, which it depends on"
+                )
+            if names - reads.keys():
+                reads |= {name: step for name in sorted(wanted - reads.keys()) if ready[name] <= step}
+        for name in sorted(wanted - reads.keys(), key=lambda name: (ready[name], name)):
+            if ready[name] < len(calls):
+                reads[name] = max(ready[name], *reads.values(), 0)
+        return sorted(reads.items(), key=lambda read: read[1])
+
+    def _made(self, name: str, made: Mapping[str, int]) -> int:
+        """The step that computes a size; −1 for an element of an input."""
+        source = self._source(name)
+        kind, _ = self._io.get(source, (BufferKind.ARENA, 0))
+        return -1 if kind == BufferKind.INPUT else made[source]
+
+    def _source(self, name: str) -> str:
+        """The tensor whose buffer holds a size."""
+        source = self._data[name]
+        tensor = count_name(source.tensor) if source.element is None else source.tensor
+        return self._roots.get(tensor, tensor)
+
+    def _read(self, name: str, step: int) -> Read:
+        """The read of a size; its buffer lives until then."""
+        source, tensor = self._data[name], self._source(name)
+        kind, position = self._io.get(tensor, (BufferKind.ARENA, 0))
+        number = self._buffers.get((kind, tensor if kind == BufferKind.ARENA else position))
+        if number is None:
+            number = self._add(kind, position, self._size(tensor), position)
+        buffer = self._plan.buffers[number]
+        if kind == BufferKind.ARENA:
+            self._plan.buffers[number] = replace(buffer, last=max(buffer.last, step - 1))
+        return Read(name, step, number, np.dtype(self._tensors[tensor].dtype).name, source.element or 0)
 
     def _info(self, tensor: Tensor) -> TensorInfo:
         dims = tuple(self._plan.exprs.add(d) for d in ir.shape(tensor))
@@ -247,14 +309,14 @@ class _Planner:
         return Constraint(Relation.AT_MOST, add(sympy.Add(*less)), add(more), text)
 
     def _check_symbols(self) -> None:
-        """Raises ShapeError for a size that is no dimension of an input."""
+        """Raises ShapeError for a size that is neither a dimension of an input nor read."""
         exprs = self._plan.exprs
         entries = [exprs.entries[d] for t in self._plan.inputs for d in t.dims]
         bound = {exprs.symbols[e.a] for e in entries if e.op == ExprOp.SYMBOL}
         for name in exprs.symbols:
             if name not in bound:
                 shapes = ", ".join(f"{t.name}{list(t.shape)}" for t in self._graph.inputs)
-                raise ShapeError(f"size '{name}' is no dimension of an input ({shapes}): {_BY_SHAPES_ALONE}")
+                raise ShapeError(f"size '{name}' is no dimension of an input ({shapes}): {_BY_SIZES}")
 
     def _traffic(self, call: KernelCall) -> Dim:
         total: Dim = 0

@@ -112,11 +112,8 @@ def lower_map(node: gs.Node, context: Context) -> list[KernelCall]:
     graph: gs.Graph = node.attrs["body"]
     inputs = {inner.name: outer for inner, outer in zip(graph.inputs, node.inputs, strict=True)}
     names = {inner.name: outer.name for inner, outer in zip(graph.outputs, node.outputs, strict=True)}
-    outside = {
-        i.name: context.values[o.name]
-        for i, o in zip(graph.inputs, node.inputs, strict=True)
-        if o.name in context.values
-    }
+    known = {**context.values, **context.sources}
+    outside = {i.name: known[o.name] for i, o in zip(graph.inputs, node.inputs, strict=True) if o.name in known}
     context = replace(context, values=infer(graph, outside).values)
     nodes = ir.in_order(graph)
     statistics = [n for n in nodes if n.op == "RowMoments"]

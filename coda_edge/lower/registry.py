@@ -42,10 +42,11 @@ class View:
 
 @dataclass(frozen=True)
 class Context:
-    """What lowering knows besides the graph: the target, and the values that shapes determine."""
+    """What lowering knows besides the graph: the target, the values that sizes determine, and the tensors that sizes are read from."""
 
     target: Target
     values: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    sources: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     @property
     def lanes(self) -> int:

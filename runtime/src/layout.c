@@ -318,6 +318,8 @@ static coda_code read_size(const coda_layout *layout, const coda_plan *plan, con
     memcpy(&narrow, data + r->element * width, width);
     *value = narrow;
   }
+  if (*value < 0)
+    return coda_fail(error, CODA_ERROR_SHAPE, "size '%s' is %" PRId64 ", expected 0 or more", r->name, *value);
   return CODA_OK;
 }
 
