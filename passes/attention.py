@@ -75,8 +75,8 @@ class _Match:
 
 def run(graph: gs.Graph, log: PassLog) -> int:
     """Fuses every attention; returns how many."""
-    emitter = SizeEmitter(graph)
     info = frontend.infer(graph)
+    emitter = SizeEmitter(graph, info)
     bands = Bands(graph, info)
     count = moved = 0
     for node in in_order(graph):
@@ -91,7 +91,7 @@ def run(graph: gs.Graph, log: PassLog) -> int:
             log.refuse(PASS.name, node, str(why))
     remove_dead(graph)  # also what was made for one that was refused
     sort(graph)
-    if moved and compose_movement(graph):
+    if moved and compose_movement(graph, info):
         remove_dead(graph)
         sort(graph)
     return count
