@@ -20,6 +20,7 @@ from . import (
     half,
     pooling,
     quantization,
+    reductions,
     simplify,
     softmax,
     transposes,
@@ -53,6 +54,7 @@ _TABLES = (
     einsum,
     columns,
     factors,
+    reductions,
     softmax,
 )
 
