@@ -44,8 +44,8 @@ _TOKEN = re.compile(
     r"|Br|Cl|[BNOSPFIC]|[bcnops]"
     r"|>>|%\d\d|[-()=#+.\\/:~@?>*$0-9]"
 )
-# ALBERT's names as BERT's: its only layer is our layer 0.
-_NAMES = (
+#: ALBERT's names as BERT's: its only layer is layer 0.
+NAMES = (
     ("albert.", ""),
     ("encoder.embedding_hidden_mapping_in", "embeddings.project"),
     ("encoder.albert_layer_groups.0.albert_layers.0", "encoder.layer.0"),
@@ -79,7 +79,7 @@ def build(config: dict[str, Any], weights: dict[str, npt.NDArray[Any]]) -> onnx.
 
     ``weights`` go by the names of ALBERT's PyTorch checkpoints.
     """
-    writer = bert.Bert(config, bert.renamed(weights, _NAMES))
+    writer = bert.Bert(config, bert.renamed(weights, NAMES))
     logits = writer.vocabulary_logits(writer.encoder(shared=True))
     shape = ["batch", "sequence", config["vocab_size"]]
     return writer.model(

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 import coda_edge
-from coda_edge.bundle import reader
-from coda_edge.errors import InvalidModel
 from coda_edge.verify import ort_session
-from models import checkpoint, rxnmapper, speech, text_line
 from models.catalogue import MODELS
 from models.check import SideBySide
 from models.recipe import FetchError
