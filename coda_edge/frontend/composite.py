@@ -1,4 +1,4 @@
-"""Operators of other domains than ONNX's own, which are known by a decomposition alone.
+"""Operators that are known by a decomposition alone: those of other domains than ONNX's own, and rare ones of ONNX.
 
 ``composite`` registers a decomposition, and for the types of the outputs those of what it writes: so such an operator is one
 function. ``refuse_foreign`` names those that nothing is known of, before anything is done to a model.
