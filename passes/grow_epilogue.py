@@ -5,8 +5,9 @@ Rule: an operator joins the epilogue when one of its operands is in the epilogue
 1. it is elementwise with a result of the tile's shape, and its other operands are literals, columns, rows or whole tensors that
    do not depend on the product: bias, activation (however spelled), residual, scale, cast. Over ``[B, S, N]`` rows and tensors
    may be shared by the batch entries (``[1, S, N]``: position embeddings) or by the positions (``[B, 1, N]``); or
-2. it reduces a tile value over the row (RowMoments, ReduceMean, ReduceSum, ReduceMax, ReduceSumSquare over the last axis): its
-   result is a row output of the kernel, known only after the last tile, so nothing behind it joins.
+2. it reduces a tile value over the row (RowMoments, ReduceMean, ReduceSum, ReduceMax, ReduceMin, ReduceSumSquare, ArgMax, ArgMin over
+   the last axis): its result is a row output of the kernel, known only after the last tile, so nothing behind it joins; or
+3. it is Σ e^(t − max t) over the row of a tile value t, whose terms are then never stored: what the logarithm of a softmax needs.
 
 An operand that elementwise operators make from one stored tensor, rows and columns is computed again in the tile and never stored:
 so a post-norm residual is rebuilt from the raw tensor and its row statistics. A value that is read outside is an output. If all who
@@ -36,6 +37,7 @@ from coda_edge.ir import (
     consumers,
     in_order,
     is_output,
+    made_by,
     reduces_rows,
     remove_dead,
     remove_nodes,
@@ -48,7 +50,15 @@ from coda_edge.symbolic import Dim, same
 from .base import Pass, PassLog, sources
 from .region import Refused, Region, row_kind
 
-_REDUCTIONS = {"ReduceMean": "mean", "ReduceSum": "sum", "ReduceMax": "rowmax", "ReduceSumSquare": "sumsq"}
+_REDUCTIONS = {
+    "ReduceMean": "mean",
+    "ReduceSum": "sum",
+    "ReduceMax": "rowmax",
+    "ReduceMin": "rowmin",
+    "ReduceSumSquare": "sumsq",
+}
+_PLACES = {"ArgMax": 1.0, "ArgMin": -1.0}
+"""Operators that say where the largest is of the row times the factor."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,7 @@ def run(graph: gs.Graph, log: PassLog) -> int:
     """Turns every MatMul with constant weights into a Gemm; returns how many."""
     count = 0
     editor = GraphEditor(graph)
+    _keep_axes(graph, editor)
     for node in in_order(graph):
         if node.op != "MatMul":
             continue
@@ -120,7 +131,7 @@ def _rewrite(graph: gs.Graph, editor: GraphEditor, matmul: gs.Node, log: PassLog
 def _grow(graph: gs.Graph, region: Region, matmul: gs.Node, log: PassLog) -> _Growth:
     growth = _Growth([matmul], {id(matmul.outputs[0])})
     for node in in_order(graph):
-        if node is matmul or not any(id(t) in growth.tiles for t in node.inputs):
+        if node is matmul or not (any(id(t) in growth.tiles for t in node.inputs) or _exponentials(growth, node)):
             continue
         try:
             joined = _join(region, growth, node)
@@ -137,9 +148,21 @@ def _join(region: Region, growth: _Growth, node: gs.Node) -> bool:
         stem = region.builder.add("moments", region.value(node.inputs[0]))
         growth.rows.update({id(o): (o, f"{stem}.{i}") for i, o in enumerate(node.outputs)})
         return True
+    exponentials = _exponentials(growth, node)
+    if exponentials is not None:
+        tile, largest = exponentials
+        stem = region.builder.add("expsum", region.value(tile))
+        growth.rows[id(largest)] = (largest, f"{stem}.0")
+        growth.rows[id(node.outputs[0])] = (node.outputs[0], f"{stem}.1")
+        return True
     if node.op in _REDUCTIONS and reduces_rows(node, node.op):
         value = region.builder.add(_REDUCTIONS[node.op], region.value(node.inputs[0]))
         growth.rows[id(node.outputs[0])] = (node.outputs[0], value)
+        return True
+    if node.op in _PLACES and _is_place(node):
+        value = region.value(node.inputs[0])
+        value = value if _PLACES[node.op] > 0 else region.builder.add("neg", value)
+        growth.rows[id(node.outputs[0])] = (node.outputs[0], region.builder.add("argmax", value))
         return True
     if node.domain or node.op not in ELEMENTWISE:
         return False
@@ -148,6 +171,43 @@ def _join(region: Region, growth: _Growth, node: gs.Node) -> bool:
     region.add(node)
     growth.tiles.add(id(node.outputs[0]))
     return True
+
+
+def _is_place(node: gs.Node) -> bool:
+    """Whether ``node`` says which column comes first, keeping the axis as 1."""
+    axis = int(node.attrs.get("axis", 0)) % len(shape(node.inputs[0]))
+    last = axis == len(shape(node.inputs[0])) - 1
+    return last and bool(node.attrs.get("keepdims", 1)) and not node.attrs.get("select_last_index", 0)
+
+
+def _exponentials(growth: _Growth, node: gs.Node) -> tuple[gs.Variable, gs.Variable] | None:
+    """t and max t, if ``node`` is Σ e^(t − max t) over the row of a tile t whose largest is a row output."""
+    power = made_by(node.inputs[0], "Exp") if reduces_rows(node, "ReduceSum") else None
+    below = made_by(power.inputs[0], "Sub") if power is not None else None
+    if below is None:
+        return None
+    tile, largest = below.inputs
+    source = made_by(largest, "ReduceMax")
+    known = source is not None and source.inputs[0] is tile and id(tile) in growth.tiles and id(largest) in growth.rows
+    return (tile, largest) if known else None
+
+
+def _keep_axes(graph: gs.Graph, editor: GraphEditor) -> None:
+    """Reductions and places over the last axis keep it as 1, and a Squeeze takes it away, so that they can be row outputs."""
+    for node in in_order(graph):
+        if node.domain or node.attrs.get("keepdims", 1) or node.op not in (*_REDUCTIONS, *_PLACES):
+            continue
+        kept = {**node.attrs, "keepdims": 1}
+        whole = gs.Node(node.op, attrs=kept, inputs=list(node.inputs), outputs=[])
+        rows = reduces_rows(whole, node.op) if node.op in _REDUCTIONS else _is_place(whole)
+        whole.inputs.clear()
+        if rows:
+            out = node.outputs[0]
+            dims = (*shape(node.inputs[0])[:-1], 1)
+            row = editor.variable(f"{out.name}.row", out.dtype, dims)
+            node.attrs, node.outputs = kept, [row]
+            axis = editor.constant(f"{out.name}.axis", np.array([len(dims) - 1], np.int64))
+            editor.node("Squeeze", [row, axis], [out], f"{out.name}.squeeze")
 
 
 def _stores(

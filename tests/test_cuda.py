@@ -16,6 +16,7 @@ from benchmarks.cuda_gemm import EPILOGUES, TOLERANCE, build, matrix, run
 from benchmarks.cuda_problem import Problem, relative_error
 from coda_edge import targets
 from coda_edge.epilogue import library
+from coda_edge.epilogue.program import EpilogueProgram
 from coda_edge.errors import ShapeError, TargetError
 from coda_edge.lower.cuda import CudaKernel, cuda_source, lower_cuda_gemm
 from coda_edge.lower.kernel import KernelCall, KernelSource
@@ -128,6 +129,22 @@ def test_statistics_keep_a_mean_far_from_zero() -> None:
     call = problem.lower(A100, schedule)
     outputs = Emulator(kernels_of(call)).run(problem, call, schedule, lazy=False)
     np.testing.assert_allclose(outputs["var"], problem.expected["var"], rtol=1e-4)
+
+
+def test_emulated_places_and_sums_of_exponentials() -> None:
+    """Also beyond the last column, and where the largest is in several columns."""
+    text = (
+        "(acc: tile f32) -> (least: row = v0, place: row = v1, tie: row = v3, largest: row = v4.0, sum: row = v4.1) {\n"
+        "  v0 = rowmin acc\n  v1 = argmax acc\n  v2 = min acc 0.2\n  v3 = argmax v2\n  v4 = expsum acc\n}"
+    )
+    schedule = SCHEDULES[1]
+    problem = Problem.random(EpilogueProgram.parse(text), 20, 150, 32)
+    call = problem.lower(A100, schedule)
+    outputs = Emulator(kernels_of(call)).run(problem, call, schedule, lazy=True)
+    assert np.array_equal(outputs["place"], problem.expected["place"])
+    assert np.array_equal(outputs["tie"], problem.expected["tie"])
+    for name in ("least", "largest", "sum"):
+        np.testing.assert_allclose(outputs[name], problem.expected[name], rtol=1e-4)
 
 
 def test_launch_follows_the_rows() -> None:

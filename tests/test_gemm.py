@@ -20,7 +20,7 @@ from coda_edge.schedule import GemmSchedule, choose_gemm, gemm_candidates
 from coda_edge.symbolic import symbol
 
 ROWS = (1, 2, 3, 7, 130)
-STORED = {"f32": np.float32, "bool": np.bool_, "i32": np.int32, "f16": np.float16}
+STORED = {"f32": np.float32, "bool": np.bool_, "i32": np.int32, "i64": np.int64, "f16": np.float16}
 
 
 def weight(n: int, k: int) -> np.ndarray:
@@ -199,6 +199,38 @@ def test_halves_without_pairs(target: targets.Target) -> None:
     for batch, sequence in ((1, 7), (3, 5)):
         for n in (6, 36, 48):
             check(target, program, batch * sequence, n, 7, rows_per_batch=sequence)
+
+
+@each_target
+@pytest.mark.parametrize("n", [2, 10, 24, 100, 384])
+def test_what_logits_are_reduced_to(target: targets.Target, n: int) -> None:
+    """Places, the first of equal ones (values are cut off, so that many are), also of every second column."""
+    text = (
+        "(acc: tile f32) -> (least: row = v1, place: row = v2, tie: row = v4, even: row = v6, largest: row = v7.0, sum: row = v7.1) {\n"
+        "  v1 = rowmin acc\n  v2 = argmax acc\n  v3 = min acc 0.2\n  v4 = argmax v3\n  v5 = odd v3\n  v6 = argmax v5\n"
+        "  v7 = expsum acc\n}"
+    )
+    for m in (1, 7, 37):
+        check(target, EpilogueProgram.parse(text), m, n, 9, tolerance=1e-5)
+
+
+@each_target
+def test_exponentials_of_rows_that_are_far_below_or_cut_out(target: targets.Target) -> None:
+    """A mask of -inf over whole panels, and values at which an exponential overflows."""
+    text = (
+        "(acc: tile f32, b: col f32) -> (largest: row = v1.0, sum: row = v1.1) {\n  v0 = add acc b\n  v1 = expsum v0\n}"
+    )
+    n, k = 200, 5
+    call, lib = built(target, EpilogueProgram.parse(text), n, k, None)
+    for low, shift in ((0, 0.0), (150, 300.0), (199, -300.0)):
+        b = np.where(np.arange(n) < low, -np.inf, shift).astype(np.float32)
+        a = np.random.default_rng(low).standard_normal((3, k)).astype(np.float32)
+        outputs = {"largest": np.zeros((3, 1), np.float32), "sum": np.zeros((3, 1), np.float32)}
+        got = run(target, call, {"input": a, "b": b, **outputs}, {"M": 3, "S": 1}, chunk=3, library=lib)
+        acc = a.astype(np.float64) @ weight(n, k) + b
+        largest = acc.max(-1, keepdims=True)
+        assert np.abs(got["largest"] - largest).max() < 1e-4
+        assert np.abs(got["sum"] / np.exp(acc - largest).sum(-1, keepdims=True) - 1).max() < 1e-4
 
 
 def qkv_program(width: int, size: int) -> EpilogueProgram:

@@ -212,6 +212,16 @@ def row_max(x: Value) -> Value:
     return apply("rowmax", x)
 
 
+def row_min(x: Value) -> Value:
+    """Row output: the smallest value of each row."""
+    return apply("rowmin", x)
+
+
+def row_argmax(x: Value) -> Value:
+    """Row output, i64: the first column that has the largest value of each row."""
+    return apply("argmax", x)
+
+
 def row_mean(x: Value) -> Value:
     """Row output: the mean of each row."""
     return apply("mean", x)

@@ -45,6 +45,8 @@ class Rule(str, Enum):
     """Anything; the result is of the dtype that attribute ``to`` names."""
     ANY = "any"
     """Anything, all alike; the result is of that dtype."""
+    PLACE = "place"
+    """Floats; the result is i64: which column."""
     STATISTIC = "statistic"
     """Floats; the result is f32, whatever the operand: statistics of narrow floats are kept wide."""
 
@@ -102,6 +104,15 @@ def _numpy_moments(x: Array) -> tuple[Array, Array]:
     return mean, np.square(x - mean).mean(-1, keepdims=True)
 
 
+def _numpy_argmax(x: Array) -> Array:
+    return np.asarray(x.argmax(-1)[..., None])
+
+
+def _numpy_expsum(x: Array) -> tuple[Array, Array]:
+    largest = x.max(-1, keepdims=True)
+    return largest, np.exp(x - largest).sum(-1, keepdims=True)
+
+
 def _onnx_rsqrt(emit: NodeEmitter, args: list[str]) -> tuple[str, ...]:
     return (emit.node("Reciprocal", emit.node("Sqrt", args[0])),)
 
@@ -136,6 +147,16 @@ def _onnx_moments(emit: NodeEmitter, args: list[str]) -> tuple[str, ...]:
     mean = emit.node("ReduceMean", args[0], emit.ints([-1]), keepdims=1)
     centred = emit.node("Sub", args[0], mean)
     return mean, emit.node("ReduceMean", emit.node("Mul", centred, centred), emit.ints([-1]), keepdims=1)
+
+
+def _onnx_argmax(emit: NodeEmitter, args: list[str]) -> tuple[str, ...]:
+    return (emit.node("ArgMax", args[0], axis=-1, keepdims=1),)
+
+
+def _onnx_expsum(emit: NodeEmitter, args: list[str]) -> tuple[str, ...]:
+    (largest,) = _onnx_reduce("ReduceMax")(emit, args)
+    terms = emit.node("Exp", emit.node("Sub", args[0], largest))
+    return largest, *_onnx_reduce("ReduceSum")(emit, [terms])
 
 
 _N, _F, _C, _L = Rule.NUMERIC, Rule.FLOAT, Rule.COMPARE, Rule.LOGIC
@@ -190,6 +211,11 @@ OPERATORS: dict[str, Operator] = {
         Operator(
             "mean", 1, Rule.STATISTIC, lambda x: x.mean(-1, keepdims=True), _onnx_reduce("ReduceMean"), 1, _REDUCE
         ),
+        Operator(
+            "rowmin", 1, Rule.STATISTIC, lambda x: x.min(-1, keepdims=True), _onnx_reduce("ReduceMin"), 1, _REDUCE
+        ),
+        Operator("argmax", 1, Rule.PLACE, _numpy_argmax, _onnx_argmax, 2, _REDUCE),
+        Operator("expsum", 1, Rule.STATISTIC, _numpy_expsum, _onnx_expsum, 12, _REDUCE, results=2),
         Operator("moments", 1, Rule.STATISTIC, _numpy_moments, _onnx_moments, 4, _REDUCE, results=2),
     )
 }

@@ -460,13 +460,14 @@ def _result_dtype(where: str, step: Step, types: Mapping[str, ValueType]) -> str
         raise ShapeError(f"{where}: literals {literals} do not fit the dtype {common} of the other operands")
     if rule is Rule.CAST:
         return str(step.attr("to"))
-    return {Rule.COMPARE: "bool", Rule.PREDICATE: "bool", Rule.STATISTIC: "f32"}.get(rule, common)
+    return {Rule.COMPARE: "bool", Rule.PREDICATE: "bool", Rule.STATISTIC: "f32", Rule.PLACE: "i64"}.get(rule, common)
 
 
 _OPERANDS = {
     Rule.FLOAT: FLOATS,
     Rule.PREDICATE: FLOATS,
     Rule.STATISTIC: FLOATS,
+    Rule.PLACE: FLOATS,
     Rule.NUMERIC: (*FLOATS, *INTEGERS),
     Rule.LOGIC: ("bool",),
 }

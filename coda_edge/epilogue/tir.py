@@ -120,6 +120,11 @@ class Columns:
         """Classes of a value at ``level`` (log2 of its width over the accumulator's)."""
         return 1 << (self.depth + level)
 
+    def progression(self, cls: int, part: int, level: int = 0) -> tuple[int, int]:
+        """The natural columns of a part of a class of a value at ``level``: the first, and from each to the next."""
+        count = self.classes(level)
+        return self.parts[part][0] * count + _residue(cls, self.depth + level), count
+
     def permutation(self) -> list[int]:
         """The natural column at each place of the panel."""
         count = self.classes()

@@ -296,7 +296,8 @@ class Tile:
             places = [Place(i, c, p) for c in range(self.columns.classes(wide)) for p, _ in self._parts()]
             pieces = [values.value(statistic.operand, place) for place in places]
             pieces = [piece.astype(f"float32x{lanes(piece)}" if lanes(piece) > 1 else "float32") for piece in pieces]
-            results = statistic.rule.panel(self.body, pieces, scaled(self.columns.width, wide))
+            columns = [self.columns.progression(place.cls, place.part, wide) for place in places]
+            results = statistic.rule.panel(self.body, pieces, columns)
             with self.body.when(True if self.valid is None else self.valid[i]):
                 for slot, result in enumerate(results, statistic.slot):
                     at = self.kernel.partial_at(slot, self.panel, self.rows[i])

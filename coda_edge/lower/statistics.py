@@ -6,17 +6,24 @@ Partial results are float32. Moments are kept as each panel's mean and centred s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tvm import tirx
+
 from ..epilogue.ops import Group
 from ..epilogue.program import EpilogueProgram
-from .body import Body, Expr, f32, index, lanes, load, shuffle, widen
-from .intrinsics import maximum
+from .body import Body, Expr, f32, index, lanes, load, ramp, shuffle, widen
+from .intrinsics import exp, is_nan, maximum, minimum
 
 Combine = Callable[[Expr, Expr], Expr]
 Read = Callable[[Expr], Expr]
 """A panel's partial result, a vector over rows, by the panel's number."""
+Progression = tuple[int, int]
+"""The columns of a piece in the panel: the first, and from each to the next."""
+NOWHERE = 3e38
+"""A column behind all others."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +42,10 @@ class Panels:
 
 @dataclass(frozen=True)
 class Rule:
-    """``panel(body, pieces, width)`` gives the ``partials`` of a row's pieces; ``merge(body, reads, panels, lanes)`` the results."""
+    """``panel(body, pieces, columns)`` gives the ``partials`` of a row's pieces; ``merge(body, reads, panels, lanes)`` the results."""
 
     partials: int
-    panel: Callable[[Body, Sequence[Expr], int], list[Expr]]
+    panel: Callable[[Body, Sequence[Expr], Sequence[Progression]], list[Expr]]
     merge: Callable[[Body, Sequence[Read], Panels, int], list[Expr]]
 
 
@@ -115,7 +122,8 @@ def _merged(combine: Combine, mean: bool = False) -> Callable[[Body, Sequence[Re
     return merge
 
 
-def _panel_moments(body: Body, pieces: Sequence[Expr], width: int) -> list[Expr]:
+def _panel_moments(body: Body, pieces: Sequence[Expr], columns: Sequence[Progression]) -> list[Expr]:
+    width = sum(lanes(piece) for piece in pieces)
     mean = body.let(combine_lanes(body, pieces, _add) * f32(1 / width), "mean")
     centred = [body.let(p - widen(mean, lanes(p)), "centred") for p in pieces]
     return [mean, combine_lanes(body, _square(body, centred), _add)]
@@ -133,11 +141,72 @@ def _merge_moments(body: Body, reads: Sequence[Read], panels: Panels, count: int
     return [mean, _fold(body, panels, count, _add, spread) * f32(1 / panels.total)]
 
 
+def _panel_place(body: Body, pieces: Sequence[Expr], columns: Sequence[Progression]) -> list[Expr]:
+    largest = combine_lanes(body, pieces, maximum)
+    places = []
+    for piece, (start, step) in zip(pieces, columns, strict=True):
+        count = lanes(piece)
+        here = ramp(start, count, step).astype(_vector("float32", count))
+        places.append(body.let(where_largest(piece, widen(largest, count), here), "place"))
+    return [largest, combine_lanes(body, places, smaller)]
+
+
+def _merge_place(body: Body, reads: Sequence[Read], panels: Panels, count: int) -> list[Expr]:
+    values, places = reads
+    largest = _fold(body, panels, count, maximum, lambda panel, _: values(panel))
+
+    def place(panel: Expr, _: int) -> Expr:
+        first = body.let((panel * panels.width).astype("float32"), "first")
+        return where_largest(body.let(values(panel), "value"), largest, places(panel) + widen(first, count))
+
+    return [_fold(body, panels, count, smaller, place).astype(_vector("int64", count))]
+
+
+def where_largest(value: Expr, largest: Expr, place: Expr) -> Expr:
+    """``place`` where ``value`` is the largest, or NaN, which is larger still; behind all others elsewhere."""
+    return tirx.Select(tirx.Or(value.equal(largest), is_nan(value)), place, widen(f32(NOWHERE), lanes(value)))
+
+
+def smaller(a: Expr, b: Expr) -> Expr:
+    """The smaller of two numbers that are not NaN."""
+    return tirx.Select(a < b, a, b)
+
+
+def _vector(dtype: str, count: int) -> str:
+    return dtype if count == 1 else f"{dtype}x{count}"
+
+
+def _panel_expsum(body: Body, pieces: Sequence[Expr], columns: Sequence[Progression]) -> list[Expr]:
+    largest = combine_lanes(body, pieces, maximum)
+    shift = body.let(finite(largest), "shift")
+    terms = [body.let(exp(p - widen(shift, lanes(p))), "term") for p in pieces]
+    return [largest, combine_lanes(body, terms, _add)]
+
+
+def _merge_expsum(body: Body, reads: Sequence[Read], panels: Panels, count: int) -> list[Expr]:
+    values, sums = reads
+    largest = _fold(body, panels, count, maximum, lambda panel, _: values(panel))
+    shift = body.let(finite(largest), "shift")
+    total = _fold(
+        body, panels, count, _add, lambda panel, _: sums(panel) * exp(body.let(values(panel) - shift, "below"))
+    )
+    return [largest, total]
+
+
+def finite(largest: Expr) -> Expr:
+    """What is taken off before exponentials: of a panel that is -inf throughout, nothing."""
+    count = lanes(largest)
+    return tirx.Select(largest.equal(widen(f32(-math.inf), count)), widen(f32(0), count), largest)
+
+
 RULES: dict[str, Rule] = {
     "sum": Rule(1, lambda body, pieces, _: [combine_lanes(body, pieces, _add)], _merged(_add)),
     "mean": Rule(1, lambda body, pieces, _: [combine_lanes(body, pieces, _add)], _merged(_add, mean=True)),
     "sumsq": Rule(1, lambda body, pieces, _: [combine_lanes(body, _square(body, pieces), _add)], _merged(_add)),
     "rowmax": Rule(1, lambda body, pieces, _: [combine_lanes(body, pieces, maximum)], _merged(maximum)),
+    "rowmin": Rule(1, lambda body, pieces, _: [combine_lanes(body, pieces, minimum)], _merged(minimum)),
+    "argmax": Rule(2, _panel_place, _merge_place),
+    "expsum": Rule(2, _panel_expsum, _merge_expsum),
     "moments": Rule(2, _panel_moments, _merge_moments),
 }
 """Every reduce operator."""

@@ -13,8 +13,8 @@ from tvm import tirx
 from ...epilogue.program import Kind, Output
 from ...epilogue.tir import STORAGE, Columns, Evaluator, Place, as_stored, level
 from ..body import Buffer, Expr, f32, load
-from ..intrinsics import maximum
-from ..statistics import Statistic
+from ..intrinsics import exp, maximum, minimum
+from ..statistics import NOWHERE, Statistic, finite, smaller, where_largest
 from .device import NATIVE, DeviceBody, int32, int64, quotient, remainder
 from .main_loop import Warp
 
@@ -164,7 +164,9 @@ class TileEpilogue:
             inside = [self._column(wide, j // run) + j % run < total for j in range(len(pieces))]
             left = tirx.max(int32(1), tirx.min(int32(whole), total - self.strip * whole))
             count = body.let(left.astype("float32"), "count")
-        reduced = Strip(body, pieces, inside, count)
+        first = self.strip * whole
+        places = [self._column(wide, j // run) + j % run - first for j in range(len(pieces))]
+        reduced = Strip(body, pieces, places, inside, count)
         name = next(step.op for step in shape.program.steps if step.names == statistic.results)
         results = STRIP_RULES[name](reduced)
         # A strip wholly beyond the last column has no place among the partial results.
@@ -177,19 +179,28 @@ class TileEpilogue:
 
 
 class Strip:
-    """A row's columns of a strip, of which four threads each have some; ``inside`` says which are there at all."""
+    """A row's columns of a strip, of which four threads each have some.
 
-    def __init__(self, body: DeviceBody, pieces: list[Expr], inside: list[Expr | bool], count: Expr) -> None:
+    ``places``: which column of the strip each is; ``inside`` says which are there at all.
+    """
+
+    def __init__(
+        self, body: DeviceBody, pieces: list[Expr], places: list[Expr], inside: list[Expr | bool], count: Expr
+    ) -> None:
         self.body = body
         self.pieces = pieces
+        self.places = places
         self.inside = inside
         self.count = count
 
     def fold(self, combine: Callable[[Expr, Expr], Expr], neutral: float, term: Callable[[Expr], Expr]) -> Expr:
         """The terms of all columns combined, known to all four threads."""
+        return self._folded(combine, neutral, [term(piece) for piece in self.pieces])
+
+    def _folded(self, combine: Callable[[Expr, Expr], Expr], neutral: float, terms: list[Expr]) -> Expr:
         terms = [
-            term(piece) if inside is True else tirx.Select(inside, term(piece), f32(neutral))
-            for piece, inside in zip(self.pieces, self.inside, strict=True)
+            term if inside is True else tirx.Select(inside, term, f32(neutral))
+            for term, inside in zip(terms, self.inside, strict=True)
         ]
         total = terms[0]
         for piece in terms[1:]:
@@ -208,12 +219,30 @@ class Strip:
         mean = self.body.let(self.sum() / self.count, "mean")
         return [mean, self.sum(lambda x: (x - mean) * (x - mean))]
 
+    def place(self) -> list[Expr]:
+        """The largest, and the first column that has it."""
+        largest = self.fold(maximum, -math.inf, lambda x: x)
+        places = [
+            where_largest(piece, largest, place.astype("float32"))
+            for piece, place in zip(self.pieces, self.places, strict=True)
+        ]
+        return [largest, self._folded(smaller, NOWHERE, places)]
+
+    def expsum(self) -> list[Expr]:
+        """The largest, and the sum of the exponentials of what each is above it."""
+        largest = self.fold(maximum, -math.inf, lambda x: x)
+        shift = self.body.let(finite(largest), "shift")
+        return [largest, self.sum(lambda x: exp(self.body.let(x - shift, "below")))]
+
 
 STRIP_RULES: dict[str, Callable[[Strip], list[Expr]]] = {
     "sum": lambda strip: [strip.sum()],
     "mean": lambda strip: [strip.sum()],
     "sumsq": lambda strip: [strip.sum(lambda x: x * x)],
     "rowmax": lambda strip: [strip.fold(maximum, -math.inf, lambda x: x)],
+    "rowmin": lambda strip: [strip.fold(minimum, math.inf, lambda x: x)],
+    "argmax": Strip.place,
+    "expsum": Strip.expsum,
     "moments": Strip.moments,
 }
 """Partial results of every reduce operator, as ``statistics.RULES`` merges them."""
