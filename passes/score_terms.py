@@ -4,7 +4,8 @@ Rules, for conditions c, d and terms x, y; "number" is a constant:
 
 1. an operator of numbers is a number; adding 0, multiplying by 1, choosing by a known condition change nothing;
 2. ``f(c ? a : b, n…)`` of numbers is ``c ? f(a, n…) : f(b, n…)``; ``f(c ? x : y, c ? z : w)`` is ``c ? f(x, z) : f(y, w)``;
-3. ``c ? (d ? x : y) : y`` is ``c ∧ d ? x : y``; ``¬c ? x : y`` is ``c ? y : x``; ``c ? true : false`` is c;
+3. ``c ? (d ? x : y) : y`` is ``c ∧ d ? x : y``; ``¬c ? x : y`` is ``c ? y : x``; ``c ? true : false`` is c; of a band and its opposite, that
+   one is the condition outside of which there is a number, the smaller one of two;
 4. bands of keys: one ∧ another is their intersection; one without a first or last diagonal negated is a band; ``¬(¬c ∧ ¬d)`` for c ∨ d;
    as a number it is ``c ? 1 : 0``, and ``x · (c ? 1 : 0)`` is ``c ? x : 0`` (scores are finite);
 
@@ -185,6 +186,10 @@ def _choice(op: str, args: _Args, to: str) -> Term | None:
         return x
     if _is(condition, "not"):
         return make("where", condition.parts[0], y, x)
+    if isinstance(condition, Within) and isinstance(x, Number) and (not isinstance(y, Number) or x.value < y.value):
+        opposite = make("not", condition)
+        if isinstance(opposite, Within):
+            return make("where", opposite, y, x)
     for branch, other, test, join in (
         (x, y, condition, "or"),
         (y, x, condition, "and"),
@@ -252,17 +257,26 @@ def _intersection(a: Band, b: Band) -> Band | None:
 
 def _distributed(op: str, args: _Args, to: str) -> Term | None:
     choices = [a for a in args if _is(a, "where")]
-    if op == "where" or not choices:
+    if op == "where" or not choices or not all(_is(a, "where") or isinstance(a, Number) for a in args):
         return None
     condition = choices[0].parts[0]
-    if any(c.parts[0] != condition for c in choices) or not all(_is(a, "where") or isinstance(a, Number) for a in args):
+    branches = [[a, a] if isinstance(a, Number) else _branches(a, condition) for a in args]
+    if any(not b for b in branches):
         return None
     if len(choices) == 1 and not all(isinstance(p, Number) for p in choices[0].parts[1:]):
         return None
-    branches = [make(op, *(a.parts[i] if _is(a, "where") else a for a in args), to=to) for i in (1, 2)]
-    if len(choices) == 1 and not all(isinstance(b, Number) for b in branches):
+    results = [make(op, *(b[i] for b in branches), to=to) for i in (0, 1)]
+    if len(choices) == 1 and not all(isinstance(r, Number) for r in results):
         return None
-    return make("where", condition, *branches)
+    return make("where", condition, *results)
+
+
+def _branches(choice: Term, condition: Term) -> list[Term]:
+    """What a choice is where ``condition`` holds and where not; nothing if it is by another condition."""
+    mine, x, y = choice.parts
+    if mine == condition:
+        return [x, y]
+    return [y, x] if isinstance(mine, Within) and make("not", mine) == condition else []
 
 
 def _masked(op: str, args: _Args, to: str) -> Term | None:
