@@ -2,7 +2,7 @@
 
 | operator | becomes |
 |---|---|
-| MaxPool, AveragePool with few taps | Pad, a Slice for each tap, and their maximum or mean: elementwise, so it fuses with what follows |
+| MaxPool, AveragePool, LpPool | Pad, a Slice for each tap, and their maximum or sum: elementwise, so it fuses with what follows |
 | ConvTranspose, kernel = stride | a matrix product for every pixel, its columns rearranged to the patch |
 | ConvTranspose otherwise | zeros between the elements, then a convolution by the mirrored kernel |
 | Resize, sizes known | a matrix product along each resized axis; the matrix is what Resize makes of the identity |
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
@@ -23,44 +25,107 @@ from .. import ir
 from .builder import Builder, decomposition
 from .sizes import TO_END
 
-# Each tap is an operand of an elementwise chain.
+# Each tap is an operand of an elementwise chain; windows of more go axis by axis.
 _MOST_TAPS = 32
 # A resizing matrix is dense: beyond this length an axis is not worth one.
 _LONGEST_AXIS = 2048
 
 
-@decomposition("MaxPool", "AveragePool")
-def _pool(b: Builder) -> ir.Tensor | None:
-    kernel = list(b.attr("kernel_shape", None) or [])
-    rank, count = b.rank(), b.rank() - 2
-    strides = b.attr("strides", None) or [1] * count
-    dilations = b.attr("dilations", None) or [1] * count
-    pads = b.attr("pads", None) or [0] * (2 * count)
-    if b.attr("auto_pad", "NOTSET") not in ("NOTSET", "VALID") or b.attr("ceil_mode", 0) or len(b.node.outputs) > 1:
-        return None
-    if math.prod(kernel) > _MOST_TAPS:
-        return None
-    x, maximum = b.node.inputs[0], b.node.op == "MaxPool"
-    around = [0, 0, *pads[:count], 0, 0, *pads[count:]]
+@dataclass(frozen=True)
+class _Window:
+    """What a pool does along each spatial axis. ``extra``: behind the padding, where a last window reaches beyond it."""
 
-    def taps(y: ir.Tensor, fill: float, op: str) -> ir.Tensor:
-        y = b("Pad", y, around, b.editor.constant("fill", np.asarray(fill, b.dtype))) if any(pads) else y
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    extra: tuple[int, ...]
+
+
+@decomposition("MaxPool", "AveragePool", "LpPool")
+def _pool(b: Builder) -> ir.Tensor | None:
+    window = _window(b) if len(b.node.outputs) == 1 else None
+    if window is None:
+        return None
+    x, op = b.node.inputs[0], b.node.op
+    if op == "MaxPool":
+        kind = np.dtype(b.dtype)
+        return _taps(b, x, window, -np.inf if kind.kind == "f" else np.iinfo(kind).min, "Max")
+    if op == "AveragePool":
+        return b("Div", _taps(b, x, window, 0.0, "Add"), _count(b, window))
+    p = float(b.attr("p", 2))
+    if p == 2:
+        return b("Sqrt", _taps(b, b("Mul", x, x), window, 0.0, "Add"))
+    total = _taps(b, b("Pow", b("Abs", x), p), window, 0.0, "Add")
+    return total if p == 1 else b("Pow", total, 1 / p)
+
+
+def _window(b: Builder) -> _Window | None:
+    """None where its padding depends on a dynamic size."""
+    kernel = tuple(b.attr("kernel_shape", None) or [])
+    count = len(kernel)
+    strides = tuple(b.attr("strides", None) or [1] * count)
+    dilations = tuple(b.attr("dilations", None) or [1] * count)
+    pads = list(b.attr("pads", None) or [0] * (2 * count))
+    auto, ceiling = b.attr("auto_pad", "NOTSET"), b.attr("ceil_mode", 0)
+    extra = [0] * count
+    for axis, dim in enumerate(ir.shape(b.node.inputs[0])[2:]):
+        stride, reach = strides[axis], dilations[axis] * (kernel[axis] - 1) + 1
+        if auto in ("SAME_UPPER", "SAME_LOWER"):
+            if not isinstance(dim, int) and stride != 1:
+                return None
+            total = max((-(-dim // stride) - 1) * stride + reach - dim, 0) if isinstance(dim, int) else reach - 1
+            less, more = total // 2, total - total // 2
+            pads[axis], pads[axis + count] = (less, more) if auto == "SAME_UPPER" else (more, less)
+        elif ceiling and stride != 1:
+            if not isinstance(dim, int):
+                return None
+            padded = dim + pads[axis] + pads[axis + count]
+            last = -(-(padded - reach) // stride)
+            # A window that would start in the padding at the end is none.
+            last -= last * stride >= dim + pads[axis]
+            extra[axis] = max(last * stride + reach - padded, 0)
+    return _Window(kernel, strides, dilations, tuple(pads[:count]), tuple(pads[count:]), tuple(extra))
+
+
+def _taps(b: Builder, y: ir.Tensor, window: _Window, fill: float, op: str) -> ir.Tensor:
+    """``op`` over each window of ``y``; one axis after the other where a window has many elements."""
+    after = [a + e for a, e in zip(window.after, window.extra, strict=True)]
+    if any((*window.before, *after)):
+        y = _padded(b, y, window.before, after, fill)
+    count = len(window.kernel)
+    axes = [[axis] for axis in range(count)] if math.prod(window.kernel) > _MOST_TAPS else [list(range(count))]
+    for group in axes:
         total: ir.Tensor | None = None
-        for tap in itertools.product(*map(range, kernel)):
-            starts = [t * d for t, d in zip(tap, dilations, strict=True)]
-            left = [(k - 1 - t) * d for t, k, d in zip(tap, kernel, dilations, strict=True)]
+        for tap in itertools.product(*(range(window.kernel[axis]) for axis in group)):
+            starts = [t * window.dilations[axis] for t, axis in zip(tap, group, strict=True)]
+            left = [(window.kernel[a] - 1 - t) * window.dilations[a] for t, a in zip(tap, group, strict=True)]
             ends = [-e if e else TO_END for e in left]
-            part = b("Slice", y, starts, ends, list(range(2, rank)), list(strides))
+            part = b("Slice", y, starts, ends, [2 + axis for axis in group], [window.strides[axis] for axis in group])
             total = part if total is None else b(op, total, part)
         assert total is not None
-        return total
+        y = total
+    return y
 
-    if maximum:
-        return taps(x, -np.inf, "Max")
-    if not any(pads) or b.attr("count_include_pad", 0):
-        return b("Div", taps(x, 0.0, "Add"), float(math.prod(kernel)))
-    ones = b("Expand", b.editor.constant("one", np.ones([1] * rank, b.dtype)), b("Shape", x))
-    return b("Div", taps(x, 0.0, "Add"), taps(ones, 0.0, "Add"))
+
+def _padded(b: Builder, y: ir.Tensor, before: Sequence[int], after: Sequence[int], fill: float) -> ir.Tensor:
+    return b("Pad", y, [0, 0, *before, 0, 0, *after], b.editor.constant("fill", np.asarray(fill, b.dtype)))
+
+
+def _count(b: Builder, window: _Window) -> ir.Tensor | float:
+    """How many elements each window averages."""
+    whole = bool(b.attr("count_include_pad", 0))
+    if not any(window.extra) and (whole or not any((*window.before, *window.after))):
+        return float(math.prod(window.kernel))
+    count = len(window.kernel)
+    one = b.editor.constant("one", np.ones([1] * (count + 2), b.dtype))
+    ones: ir.Tensor = b("Expand", one, b("Concat", [1, 1], b("Shape", b.node.inputs[0], start=2), axis=0))
+    if whole:
+        ones = _padded(b, ones, window.before, window.after, 1.0)
+        none = (0,) * count
+        window = replace(window, before=none, after=none)
+    return _taps(b, ones, window, 0.0, "Add")
 
 
 @decomposition("ConvTranspose")
