@@ -2,6 +2,7 @@
 
 A half-precision model is judged by the same model in float32 (``frontend.half``), its outputs rounded to their dtype: what half's
 rounding makes of it on the way is no standard. How far onnxruntime on the model as it is comes from that is a note in the report.
+What a quantised model is judged by says ``rounding``.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .dtypes import numpy_dtype
+from .dtypes import is_float, numpy_dtype
 from .errors import InvalidModel, VerificationError
 from .frontend import half
 from .inputs import InputSpec, Padding, default_sizes, generate_inputs
+from .rounding import SMALL_CASES, Spread, nudged, quantises, share_unequal
 
 if TYPE_CHECKING:
     import onnx
@@ -40,22 +42,13 @@ CASES: tuple[tuple[int, float, Padding], ...] = (
     (2, 0.6, "right"),
 )
 
-# Operators that round to few values.
-_QUANTISING = frozenset(
-    {"QuantizeLinear", "DynamicQuantizeLinear", "QLinearMatMul", "QLinearConv", "DynamicQuantizeMatMul"}
-)
-# How often, and by how much of a weight (float32 rounds by 6e-8, a sum of a thousand products by some 1e-6), weights are moved; and how much more than that does we may err.
-_NUDGES = 3
-_NUDGE = 1e-6
-_NUDGE_MARGIN = 3.0
-# A comparison looser than this says too little: beyond it a model is not passed, whatever its rounding does.
-_LOOSEST = 0.05
-
 _log = logging.getLogger(__name__)
 
 
-def ort_session(model: onnx.ModelProto | bytes | str, threads: int = 0) -> onnxruntime.InferenceSession:
-    """onnxruntime on ``model``, on the CPU, quiet, with ``threads`` threads (0: as many as it likes).
+def ort_session(
+    model: onnx.ModelProto | bytes | str, threads: int = 0, plain: bool = False
+) -> onnxruntime.InferenceSession:
+    """onnxruntime on ``model``, on the CPU, quiet, with ``threads`` threads (0: as many as it likes); ``plain``: not optimised.
 
     Raises InvalidModel with its words if it refuses the model.
     """
@@ -64,6 +57,8 @@ def ort_session(model: onnx.ModelProto | bytes | str, threads: int = 0) -> onnxr
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = threads
+    if plain:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     source = model if isinstance(model, (bytes, str)) else model.SerializeToString()
     try:
         return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
@@ -85,6 +80,12 @@ def relative_error(ours: npt.NDArray[Any], reference: npt.NDArray[Any]) -> float
         return 0.0
     scale = float(np.abs(b[finite]).max())
     return float(np.abs(a[finite] - b[finite]).max()) / (scale or 1.0)
+
+
+def _difference(ours: npt.NDArray[Any], reference: npt.NDArray[Any], labels: bool) -> float:
+    """How arrays are compared: by ``relative_error``; whole numbers, if they are labels, by how many are unequal."""
+    unlike = labels and not is_float(reference.dtype.name)
+    return (share_unequal if unlike else relative_error)(ours, reference)
 
 
 class Reference(Protocol):
@@ -125,9 +126,11 @@ class Verifier:
     names: list[str]
     cases: list[tuple[dict[str, npt.NDArray[Any]], list[npt.NDArray[Any]]]]
     sizes: dict[str, int]
-    #: The relative error that is allowed for each output, and what of it is for the sake of quantisation alone.
+    #: The relative error that is allowed for each output.
     tolerances: dict[str, float] = field(default_factory=dict)
-    moved: dict[str, float] = field(default_factory=dict)
+    #: How far a quantised model is from itself, and what candidates' outputs, in each case of the last check, differed by.
+    spread: Spread | None = None
+    found: list[dict[str, float]] = field(default_factory=list)
     #: What the model as it is makes of the cases, if that is not what it is judged by.
     remarks: list[str] = field(default_factory=list)
 
@@ -143,11 +146,12 @@ class Verifier:
         Raises InvalidModel if onnxruntime refuses the model, VerificationError if it runs it on no made-up inputs.
         """
         if not half.has_half(loaded):
-            nudged = [ort_session(m) for m in nudge(loaded)]
-            return Verifier.of(specs, ort_session(path or loaded), nudged, allowed, _output_dtypes(loaded))
-        verifier = Verifier.of(
-            specs, Promoted(loaded), [Promoted(m) for m in nudge(loaded)], allowed, _output_dtypes(loaded)
-        )
+            variants = [ort_session(m) for m in nudged(loaded)]
+            if quantises(loaded):
+                variants.append(ort_session(path or loaded, plain=True))
+            return Verifier.of(specs, ort_session(path or loaded), variants, allowed, _output_dtypes(loaded))
+        promoted = [Promoted(m) for m in nudged(loaded)]
+        verifier = Verifier.of(specs, Promoted(loaded), promoted, allowed, _output_dtypes(loaded))
         verifier.remarks = _as_it_is(path or loaded, verifier)
         return verifier
 
@@ -155,20 +159,22 @@ class Verifier:
     def of(
         specs: Sequence[InputSpec],
         session: Reference,
-        nudged: Sequence[Reference] = (),
+        variants: Sequence[Reference] = (),
         allowed: Callable[[Mapping[str, int]], bool] = lambda sizes: True,
         dtypes: Mapping[str, str] | None = None,
     ) -> Verifier:
         """The reference results of a model with inputs ``specs``; ``session`` runs it, as onnxruntime does.
 
-        ``nudged`` (see ``nudge``): the same model, its weights moved by about a rounding. Where that moves an output by more than
-        the tolerance, so may we. ``allowed``: whether the graph is meant for given sizes. ``dtypes``: of the outputs.
+        ``variants``: other ways to compute a quantised model, equally right. ``allowed``: whether the graph is meant for given sizes.
+        ``dtypes``: of the outputs.
         """
         names = [o.name for o in session.get_outputs()]
         length, sizes = _longest(session, specs, names, allowed)
         cases: list[tuple[dict[str, npt.NDArray[Any]], list[npt.NDArray[Any]]]] = []
-        for batch, share, padding in CASES:
-            at = default_sizes(specs, batch, max(1, int(length * share)))
+        wanted = [(batch, max(1, int(length * share)), padding) for batch, share, padding in CASES]
+        small: list[tuple[int, int, Padding]] = [(batch, min(size, length), "none") for batch, size in SMALL_CASES]
+        for batch, size, padding in [*wanted, *(small if variants else ())]:
+            at = default_sizes(specs, batch, size)
             if not allowed(at):
                 at = default_sizes(specs, batch, length)
             feeds = generate_inputs(specs, at, seed=len(cases), padding=padding)
@@ -176,62 +182,37 @@ class Verifier:
             if expected is not None:
                 cases.append((feeds, expected))
         tolerances = {name: TOLERANCE + ROUNDING.get((dtypes or {}).get(name, ""), 0.0) for name in names}
-        moved: dict[str, float] = {}
-        for other in nudged:
-            for feeds, expected in cases:
-                for name, found, reference in zip(names, other.run(names, dict(feeds)), expected, strict=True):
-                    error = min(_NUDGE_MARGIN * relative_error(np.asarray(found), reference), _LOOSEST)
-                    if error > tolerances[name]:
-                        tolerances[name] = moved[name] = error
-        return Verifier(names, cases, sizes, tolerances, moved)
+        verifier = Verifier(names, cases, sizes, tolerances)
+        if variants:
+            errors = [verifier.errors(v.run, labels=True) for v in variants]
+            verifier.spread = Spread.of(errors, tolerances)
+        return verifier
 
     def notes(self) -> list[str]:
-        """What a reader of the report must know of how outputs were compared."""
-        return self.remarks + [
-            f"output '{name}' of this quantised model moves by rounding alone, in onnxruntime too: it was checked to "
-            f"{allowed:.0e} of its scale, not to {TOLERANCE:.0e}"
-            for name, allowed in self.moved.items()
-        ]
+        """What a reader of the report must know of how outputs were compared in the last check."""
+        return self.remarks + (self.spread.notes(self.found, self.tolerances) if self.spread is not None else [])
+
+    def errors(self, run: Runner, labels: bool = False) -> list[dict[str, float]]:
+        """What each output of ``run`` differs by, in each case; ``labels``: whole numbers by how many are unequal."""
+        found = []
+        for feeds, expected in self.cases:
+            pairs = zip(self.names, map(np.asarray, run(self.names, feeds)), expected, strict=True)
+            found.append({n: _difference(ours, reference, labels) for n, ours, reference in pairs})
+        return found
 
     def check(self, run: Runner, what: str) -> float:
         """The worst relative error of ``run``. Raises VerificationError, naming ``what``, beyond the tolerance."""
-        worst = 0.0
-        for feeds, expected in self.cases:
-            for name, ours, reference in zip(self.names, run(self.names, feeds), expected, strict=True):
-                error = relative_error(np.asarray(ours), reference)
-                allowed = self.tolerances.get(name, TOLERANCE)
-                if error > allowed:
+        self.found = self.errors(run, labels=self.spread is not None)
+        allowed = self.tolerances if self.spread is None else self.spread.allowed(self.found, self.tolerances)
+        for (feeds, _), errors in zip(self.cases, self.found, strict=True):
+            for name, error in errors.items():
+                if error > allowed[name]:
                     shapes = {k: list(v.shape) for k, v in feeds.items()}
                     raise VerificationError(
-                        f"{what} changes output '{name}' by {error:.1e} of its scale (at most {allowed:.0e} is allowed) "
+                        f"{what} changes output '{name}' by {error:.1e} of its scale (at most {allowed[name]:.0e} is allowed) "
                         f"at input shapes {shapes}: please report the model; verify=False takes the result as it is"
                     )
-                worst = max(worst, error)
-        return worst
-
-
-def nudge(model: onnx.ModelProto) -> list[onnx.ModelProto]:
-    """``model`` with each float32 weight moved at random by about a rounding, a few times; none if it doesn't quantise.
-
-    One rounding decides whether an activation on the border of two quanta becomes the one or the other, and every later
-    layer sees the difference: what a quantised model computes is only defined up to that.
-    """
-    import onnx
-
-    if not any(node.op_type in _QUANTISING for node in model.graph.node):
-        return []
-    models = []
-    for seed in range(_NUDGES):
-        rng = np.random.default_rng(seed)
-        moved = onnx.ModelProto()
-        moved.CopyFrom(model)
-        for tensor in moved.graph.initializer:
-            if tensor.data_type == onnx.TensorProto.FLOAT:
-                value = onnx.numpy_helper.to_array(tensor)
-                noise = rng.standard_normal(value.shape).astype(np.float32) * np.float32(_NUDGE)
-                tensor.CopyFrom(onnx.numpy_helper.from_array(value * (1 + noise), tensor.name))
-        models.append(moved)
-    return models
+        return max((error for errors in self.found for error in errors.values()), default=0.0)
 
 
 def _output_dtypes(model: onnx.ModelProto) -> dict[str, str]:

@@ -9,7 +9,8 @@ from rewriting import model, normal
 
 from coda_edge.errors import VerificationError
 from coda_edge.inputs import input_specs
-from coda_edge.verify import TOLERANCE, Verifier, nudge, ort_session
+from coda_edge.rounding import nudged, share_unequal
+from coda_edge.verify import TOLERANCE, Runner, Verifier, ort_session
 
 
 def _plain() -> onnx.ModelProto:
@@ -37,37 +38,80 @@ def _quantised(quantum: float = 0.01) -> onnx.ModelProto:
     )
 
 
-def test_a_model_that_does_not_quantise_is_not_nudged() -> None:
-    assert nudge(_plain()) == []
-    verifier = Verifier.of(input_specs(_plain()), ort_session(_plain()))
-    assert verifier.tolerances == {"y": TOLERANCE}
+def _layer(dequantised: int = 117, label: bool = False) -> onnx.ModelProto:
+    """A quantised layer, or the label that it gives; ``dequantised``: the zero point of the activations, 117 for one that is right."""
+    return model(
+        f"""
+        g (float[n, 24] x) => ({"int64[n, 1]" if label else "float[n, 6]"} y) {{
+            q = QuantizeLinear (x, s, z)
+            a = DequantizeLinear (q, s, z2)
+            {"c" if label else "y"} = MatMul (a, w)
+            {"y = ArgMax <axis = 1> (c)" if label else ""}
+        }}
+        """,
+        {"w": normal(24, 6), "s": np.float32(0.03), "z": np.uint8(117), "z2": np.uint8(dequantised)},
+    )
+
+
+def _run(m: onnx.ModelProto) -> Runner:
+    session = ort_session(m)
+    return lambda names, feeds: session.run(list(names), dict(feeds))
+
+
+def _less(m: onnx.ModelProto, what: float, rows: int = 0) -> Runner:
+    """``m`` in onnxruntime, less ``what`` where there are at least ``rows`` rows."""
+    run = _run(m)
+    return lambda names, feeds: [run(names, feeds)[0] - np.float32(what if len(feeds["x"]) >= rows else 0)]
 
 
 def _verifier(m: onnx.ModelProto) -> Verifier:
-    return Verifier.of(input_specs(m), ort_session(m), [ort_session(n) for n in nudge(m)])
+    return Verifier.of_model(m, input_specs(m))
+
+
+def test_a_model_that_does_not_quantise_has_no_spread() -> None:
+    assert nudged(_plain()) == []
+    verifier = _verifier(_plain())
+    assert verifier.tolerances == {"y": TOLERANCE} and verifier.spread is None
+    assert verifier.check(_run(_plain()), "itself") == 0.0 and verifier.notes() == []
 
 
 def test_a_border_of_quanta_allows_a_quantum_and_says_so() -> None:
     m = _quantised()
     verifier = _verifier(m)
-    assert 0.01 < verifier.tolerances["y"] <= 0.05
-    reference = ort_session(m)
-    assert verifier.check(lambda names, feeds: [reference.run(names, dict(feeds))[0] - 0.01], "a quantum less") > 0.009
-    assert "'y'" in verifier.notes()[0]
-    with pytest.raises(VerificationError, match="changes output 'y' by"):
-        verifier.check(lambda names, feeds: [-2 * reference.run(names, dict(feeds))[0]], "another number")
+    assert verifier.spread is not None and 0.009 < verifier.spread.outputs["y"] < 0.011
+    assert verifier.check(_less(m, 0.01), "a quantum less") > 0.009
+    assert "0 of 12 cases agree" in verifier.notes()[0] and "output 'y' differs by up to 1.0e-02" in verifier.notes()[0]
+    with pytest.raises(VerificationError, match=r"changes output 'y' by .* \(at most 3e-02 is allowed\)"):
+        verifier.check(_less(m, 0.04), "four quanta less")
+    assert verifier.check(_run(m), "itself") == 0.0 and verifier.notes() == []
 
 
-def test_coarse_quanta_are_no_excuse() -> None:
+def test_coarse_quanta_are_no_excuse_unless_some_inputs_agree() -> None:
     m = _quantised(0.2)
-    reference = ort_session(m)
+    verifier = _verifier(m)
+    with pytest.raises(VerificationError, match=r"changes output 'y' by .* \(at most 5e-02 is allowed\)"):
+        verifier.check(_less(m, 0.2), "a quantum less")
+    assert verifier.check(_less(m, 0.2, rows=2), "a quantum less for large inputs") > 0.19
+    assert "7 of 12 cases agree" in verifier.notes()[0]
+
+
+@pytest.mark.parametrize("label", [False, True])
+def test_a_wrong_zero_point_is_found(label: bool) -> None:
+    verifier = _verifier(_layer(label=label))
+    assert verifier.check(_run(_layer(label=label)), "itself") == 0.0
     with pytest.raises(VerificationError, match="changes output 'y' by"):
-        _verifier(m).check(lambda names, feeds: [reference.run(names, dict(feeds))[0] - 0.2], "a quantum less")
+        verifier.check(_run(_layer(119 if not label else 250, label)), "a wrong zero point")
+
+
+def test_labels_are_compared_by_how_many_are_unequal() -> None:
+    assert share_unequal(np.array([3, 900, 5, 5]), np.array([3, 1, 5, 5])) == 0.25
+    assert share_unequal(np.array([3]), np.array([[3]])) == float("inf")
+    assert share_unequal(np.zeros(0, np.int64), np.zeros(0, np.int64)) == 0.0
 
 
 def test_nudging_moves_float_weights_by_about_a_rounding() -> None:
     (w, s, *_) = (onnx.numpy_helper.to_array(i) for i in _quantised().graph.initializer)
-    for moved in nudge(_quantised()):
+    for moved in nudged(_quantised()):
         (w2, s2, *_) = (onnx.numpy_helper.to_array(i) for i in moved.graph.initializer)
         assert np.abs(w2 / w - 1).max() < 1e-5 and abs(s2 / s - 1) < 1e-5
         assert (w2 != w).any() or s2 != s
