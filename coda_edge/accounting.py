@@ -12,6 +12,7 @@ import onnx_graphsurgeon as gs
 
 from . import frontend
 from .frontend.fold import fold_constants, inline_constants
+from .frontend.half import import_sized
 from .ir import DOMAIN, VIEWS, constant_value, consumers, producer, shape
 from .passes import PassLog
 from .report import Fused, Report, Unfused
@@ -54,7 +55,7 @@ def account(
 
 def _bytes_before(loaded: onnx.ModelProto, sizes: Mapping[str, int]) -> int:
     """Bytes that one run moves if every ONNX node reads its inputs and writes its outputs once; weights included."""
-    original = gs.import_onnx(loaded)
+    original = import_sized(loaded)
     inline_constants(original)
     fold_constants(original)
     info = frontend.infer(original)

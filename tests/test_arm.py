@@ -15,6 +15,7 @@ import onnxruntime as ort
 import pytest
 import test_attention
 import test_gemm
+import test_half_conversion
 import test_intrinsics
 from emulation import MACHINES, ROOT, Machine, RemoteLibrary, RemoteSession, remote
 
@@ -46,12 +47,12 @@ def target(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[targets.
         opened.append(RemoteLibrary(device[1], data))
         return opened[-1]
 
-    for module in (test_attention, test_gemm, test_intrinsics):
+    for module in (test_attention, test_gemm, test_half_conversion, test_intrinsics):
         monkeypatch.setattr(module, "Library", library)
     yield device[0]
     for one in opened:
         one.close()
-    for module in (test_attention, test_gemm):
+    for module in (test_attention, test_gemm, test_half_conversion):
         module.built.cache_clear()
 
 
@@ -127,6 +128,12 @@ def test_gemm_programs(target: targets.Target, name: str) -> None:
 def test_gemm_activations(target: targets.Target) -> None:
     for name in ("bias_gelu", "norm_bias_gelu", "swiglu"):
         test_gemm.check(target, getattr(test_gemm.library, name).program, 9, 64, 33)
+
+
+@pytest.mark.parametrize("dtype", test_half_conversion.DTYPES)
+def test_half_conversions(target: targets.Target, dtype: str) -> None:
+    test_half_conversion.check_widening(target, dtype)
+    test_half_conversion.check_narrowing(target, dtype)
 
 
 def test_gemm_heads(target: targets.Target) -> None:

@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import pytest
-from coda_edge.passes import PIPELINE
 from onnx import TensorProto, helper, numpy_helper
 from rewriting import model, normal, rewrite
+
+from coda_edge.passes import PIPELINE
 
 Array = npt.NDArray[Any]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from coda_edge.passes import grow_epilogue, sink_reshape
 from rewriting import Array, model, normal, rewrite
+
+from coda_edge.passes import grow_epilogue, sink_reshape
 
 _CONSTANTS: dict[str, Array] = {
     "flat": np.array([-1, 12]),

@@ -22,14 +22,14 @@ from .program import Argument, EpilogueProgram, Kind, Step
 STORAGE = {
     "f32": "float32",
     "f16": "float16",
-    "bf16": "bfloat16",
+    "bf16": "uint16",
     "i8": "int8",
     "u8": "uint8",
     "i32": "int32",
     "i64": "int64",
     "bool": "uint8",
 }
-"""How a value of each dtype is stored; in registers bool is TIR's."""
+"""How a value of each dtype is stored. In registers bool is TIR's, and bfloat16 a float32 that has its precision."""
 
 Spelling = Callable[..., Expr]
 
@@ -252,16 +252,20 @@ def as_value(stored: Expr, dtype: str) -> Expr:
     """A stored piece as a value of ``dtype``."""
     if dtype == "bool" and not stored.ty.dtype.is_bool:
         return tirx.NE(stored, widen(tirx.const(0, "uint8"), lanes(stored)))
-    return stored
+    return intrinsics.widen_bfloat16(stored) if dtype == "bf16" else stored
 
 
 def as_stored(value: Expr, dtype: str) -> Expr:
     """A value of ``dtype`` as it is stored."""
+    if dtype == "bf16":
+        return intrinsics.narrow_bfloat16(value)
     return value.astype(_typed("uint8", value)) if dtype == "bool" else value
 
 
 def cast(value: Expr, to: str) -> Expr:
     """``value`` as ``to``: towards zero from floats to integers; to bool, whether it is not zero."""
+    if to == "bf16":
+        return intrinsics.widen_bfloat16(intrinsics.narrow_bfloat16(value.astype(_typed("float32", value))))
     dtype = _typed("bool" if to == "bool" else STORAGE[to], value)
     if value.ty.dtype == dtype:
         return value

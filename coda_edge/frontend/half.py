@@ -40,18 +40,18 @@ def promote(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     if not has_half(model):
         return model
-    promoted, weights = _promote(model)
+    promoted, weights = _retyped(model, TensorProto.FLOAT)
     graph = promoted.graph
     taken = {v.name for v in (*graph.input, *graph.initializer, *weights)} | {t for n in graph.node for t in n.output}
     nodes = list(graph.node)
     del graph.node[:]
-    for tensor in weights:
-        name = tensor.name
-        while tensor.name in taken:
-            tensor.name += ".half"
-        taken.add(tensor.name)
-        graph.initializer.append(tensor)
-        graph.node.append(helper.make_node("Cast", [tensor.name], [name], tensor.name, to=TensorProto.FLOAT))
+    for weight in weights:
+        graph.initializer.append(weight)
+        stored = graph.initializer[-1]
+        while stored.name in taken:
+            stored.name += ".half"
+        taken.add(stored.name)
+        graph.node.append(helper.make_node("Cast", [stored.name], [weight.name], stored.name, to=TensorProto.FLOAT))
     graph.node.extend(nodes)
     return promoted
 
@@ -60,37 +60,52 @@ def import_promoted(model: onnx.ModelProto) -> gs.Graph:
     """``model`` (from ``load``) as a graph whose half tensors are float32, but for its inputs and outputs, which a Cast converts."""
     if not has_half(model):
         return gs.import_onnx(model)
-    promoted, weights = _promote(model)
-    count = len(promoted.graph.input)
-    promoted.graph.input.extend(helper.make_tensor_value_info(w.name, TensorProto.FLOAT, w.dims) for w in weights)
-    graph = gs.import_onnx(promoted)
-    for tensor, weight in zip(graph.inputs[count:], weights, strict=True):
-        tensor.to_constant(_widened(weight))
-    del graph.inputs[count:]
+    graph = _import(model, TensorProto.FLOAT)
     _keep_ends(graph, model)
     return graph
 
 
-def _promote(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[TensorProto]]:
-    """``model`` in float32, without its large half initializers, and those."""
-    promoted = onnx.ModelProto()
-    promoted.CopyFrom(model)
+def import_sized(model: onnx.ModelProto) -> gs.Graph:
+    """``model`` (from ``load``) for counting bytes: bfloat16, which graphs cannot hold, is float16, which is as large."""
+    return _import(model, TensorProto.FLOAT16) if has_half(model) else gs.import_onnx(model)
+
+
+def _import(model: onnx.ModelProto, wanted: int) -> gs.Graph:
+    """``model`` as a graph with all half tensors of type ``wanted``."""
+    retyped, weights = _retyped(model, wanted)
+    count = len(retyped.graph.input)
+    retyped.graph.input.extend(helper.make_tensor_value_info(w.name, wanted, w.dims) for w in weights)
+    graph = gs.import_onnx(retyped)
+    dtype = helper.tensor_dtype_to_np_dtype(wanted)
+    for tensor, weight in zip(graph.inputs[count:], weights, strict=True):
+        tensor.to_constant(numpy_helper.to_array(weight).astype(dtype, copy=False))
+    del graph.inputs[count:]
+    return graph
+
+
+def _retyped(model: onnx.ModelProto, wanted: int) -> tuple[onnx.ModelProto, list[TensorProto]]:
+    """``model`` without its large half initializers and with all half tensors of type ``wanted``; and those initializers as they are."""
     weights = [i for i in model.graph.initializer if i.data_type in _HALF and _size(i) > _LARGE]
     names = {w.name for w in weights}
-    kept = [i for i in promoted.graph.initializer if i.name not in names]
-    del promoted.graph.initializer[:]
-    promoted.graph.initializer.extend(kept)
-    for graph in _graphs(promoted.graph):
+    source = model.graph
+    retyped = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+    retyped.graph.name = source.name
+    retyped.graph.node.extend(source.node)
+    retyped.graph.input.extend(source.input)
+    retyped.graph.output.extend(source.output)
+    retyped.graph.value_info.extend(source.value_info)
+    retyped.graph.initializer.extend(i for i in source.initializer if i.name not in names)
+    for graph in _graphs(retyped.graph):
         for value in (*graph.input, *graph.output, *graph.value_info):
-            _promote_type(value.type)
+            _retype(value.type, wanted)
         for tensor in graph.initializer:
-            _promote_tensor(tensor)
+            _convert(tensor, wanted)
         for attribute in (a for node in graph.node for a in node.attribute):
-            _promote_attribute(attribute)
-    copies = [TensorProto() for _ in weights]
-    for copy, weight in zip(copies, weights, strict=True):
-        copy.CopyFrom(weight)
-    return promoted, copies
+            if _is_half(attribute) and attribute.type == AttributeProto.INT:
+                attribute.i = wanted
+            elif _is_half(attribute):
+                _convert(attribute.t, wanted)
+    return retyped, weights
 
 
 def _keep_ends(graph: gs.Graph, model: onnx.ModelProto) -> None:
@@ -139,41 +154,29 @@ def _graph_has_half(graph: GraphProto) -> bool:
     return (
         any(i.data_type in _HALF for i in graph.initializer)
         or any(element in _HALF for element in _elements(values))
-        or any(_attribute_is_half(a) for n in graph.node for a in n.attribute)
+        or any(_is_half(a) for n in graph.node for a in n.attribute)
     )
 
 
-def _attribute_is_half(attribute: AttributeProto) -> bool:
+def _is_half(attribute: AttributeProto) -> bool:
     if attribute.type == AttributeProto.TENSOR:
         return attribute.t.data_type in _HALF
     return attribute.type == AttributeProto.INT and attribute.name in _ELEMENT_TYPES and attribute.i in _HALF
 
 
-def _promote_attribute(attribute: AttributeProto) -> None:
-    if not _attribute_is_half(attribute):
-        return
-    if attribute.type == AttributeProto.INT:
-        attribute.i = TensorProto.FLOAT
-    else:
-        _promote_tensor(attribute.t)
-
-
-def _promote_type(kind: TypeProto) -> None:
+def _retype(kind: TypeProto, wanted: int) -> None:
     if kind.HasField("sequence_type"):
-        _promote_type(kind.sequence_type.elem_type)
+        _retype(kind.sequence_type.elem_type, wanted)
     elif kind.HasField("optional_type"):
-        _promote_type(kind.optional_type.elem_type)
+        _retype(kind.optional_type.elem_type, wanted)
     elif kind.tensor_type.elem_type in _HALF:
-        kind.tensor_type.elem_type = TensorProto.FLOAT
+        kind.tensor_type.elem_type = wanted
 
 
-def _promote_tensor(tensor: TensorProto) -> None:
+def _convert(tensor: TensorProto, wanted: int) -> None:
     if tensor.data_type in _HALF:
-        tensor.CopyFrom(numpy_helper.from_array(_widened(tensor), tensor.name))
-
-
-def _widened(tensor: TensorProto) -> ir.Array:
-    return numpy_helper.to_array(tensor).astype(np.float32)
+        array = numpy_helper.to_array(tensor).astype(helper.tensor_dtype_to_np_dtype(wanted))
+        tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
 
 
 def _size(tensor: TensorProto) -> int:

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import tvm
 from tvm import tirx
 from tvm.tirx.buffer import buffer_data_pointer_type, is_buffer_var
 
+from .half import ConvertByArithmetic, converts_float16
+
 STATUS = "status"
 _BODY = "_body"
-_PIPELINE = "coda_kernel"
+_PIPELINES = {True: "coda_kernel", False: "coda_kernel_without_float16"}
+"""By whether the processor converts float16."""
 
 
 def compile_kernels(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object]) -> bytes:
@@ -37,7 +41,7 @@ def _generate(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object]) -> t
     """The kernels as a module of LLVM code."""
     module = tvm.IRModule({str(f.attrs["global_symbol"]): f for f in funcs})
     with_status = [str(f.attrs["global_symbol"]) for f in funcs if _reports_status(f)]
-    library = tvm.tirx.build(module, target=dict(target), pipeline=_PIPELINE)
+    library = tvm.tirx.build(module, target=dict(target), pipeline=_PIPELINES[converts_float16(target)])
     text = library.inspect_source("ll")
     for name in with_status:
         # TVM's code generator can only return zero: the wrapper gives the body a status word and returns it.
@@ -45,10 +49,6 @@ def _generate(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object]) -> t
             f"define dllexport noundef i32 @{name}{_BODY}(", f"define internal noundef i32 @{name}{_BODY}("
         )
         text += _WRAPPER.format(name=name, body=name + _BODY)
-    if "i16 @__truncsfhf2(" in text:
-        # TVM's conversions of half precision pass it as an integer, LLVM's calls of them as a float: the linker brings theirs.
-        for name in ("__truncsfhf2", "__extendhfsf2"):
-            text = text.replace(f"@{name}(", f"@tvm{name}(")
     # LLVM makes calls of the C library of loops that fill or copy; kernels bring their own.
     memory = "".join(code for name, code in _MEMORY.items() if f"@llvm.{name}." in text)
     text += memory.replace("i64", "i32") if _NARROW in text else memory
@@ -184,23 +184,25 @@ class PointerArrays:
         return kernel.with_attr("tirx.is_entry_func", False).with_attr("calling_conv", 0)
 
 
-def _pipeline() -> tuple[tvm.transform.Pass, Callable[[], tvm.transform.Pass], Callable[[], tvm.transform.Pass]]:
+def _pipeline(
+    float16: bool,
+) -> tuple[tvm.transform.Pass, Callable[[], tvm.transform.Pass], Callable[[], tvm.transform.Pass]]:
     """TVM's default CPU lowering, with the steps that only other devices need left out and our ABI in place of its own.
 
     Its analysis writes every bound value out at each use, which can grow without limit, and folds ``(x + c) - c`` of floats to
-    ``x``: kernels keep such values in stack buffers, which it leaves alone.
+    ``x``: kernels keep such values in stack buffers, which it leaves alone. ``float16``: whether the processor converts it.
     """
     passes = [
         tirx.transform.FlattenBuffer(),
-        tirx.transform.BF16ComputeLegalize(),
         tirx.transform.VectorizeLoop(True),
         tirx.transform.UnrollLoop(),
         tirx.transform.StmtSimplify(),
+        *(() if float16 else (ConvertByArithmetic(),)),
         PointerArrays(),
-        tirx.transform.BF16StorageLegalize(),
     ]
     stages = tirx.compilation_pipeline
     return tvm.ir.transform.Sequential(passes), stages.finalize_host_passes, stages.finalize_device_passes
 
 
-tirx.compilation_pipeline.register_tir_pipeline(_PIPELINE, _pipeline)
+for _float16, _name in _PIPELINES.items():
+    tirx.compilation_pipeline.register_tir_pipeline(_name, partial(_pipeline, _float16))

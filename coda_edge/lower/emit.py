@@ -20,6 +20,7 @@ from tvm.tirx import Buffer, PrimFunc, Stmt, Var
 from tvm_ffi import StructuralMutator, structural_mutate
 
 from ..symbolic import Dim, simplify
+from . import intrinsics
 from .abi import STATUS
 from .kernel import KernelCall, KernelSource, Packed, Workspace
 
@@ -64,6 +65,27 @@ def as_int(expr: Expr) -> int | None:
 
 
 @dataclass(frozen=True)
+class Half:
+    """A half-precision dtype: how its stored elements become float32, and the other way round."""
+
+    widen: Callable[[Expr], Expr]
+    narrow: Callable[[Expr], Expr]
+
+
+HALF = {
+    "float16": Half(lambda x: tirx.Cast("float32", x), lambda x: tirx.Cast("float16", x)),
+    "bfloat16": Half(intrinsics.widen_bfloat16, intrinsics.narrow_bfloat16),
+}
+_STORAGE = {"bool": "uint8", "bfloat16": "uint16"}
+"""The element type of a buffer, where it is not the tensor's."""
+
+
+def register(dtype: str) -> str:
+    """The dtype that elements of ``dtype`` are computed in."""
+    return "float32" if dtype in HALF else dtype
+
+
+@dataclass(frozen=True)
 class Reduction:
     """An associative operation on scalars, and its neutral element as a function of the dtype."""
 
@@ -102,6 +124,7 @@ class Emitter:
         self._lane_depth = -1
         self._width = 1
         self._buffers: dict[str, Buffer] = {}
+        self._stored_as: dict[Buffer, str] = {}
         self._operands: list[str | Packed | Workspace] = []
         self._sizes: dict[Dim, Var] = {}
         self._scratch: Buffer | None = None
@@ -121,11 +144,12 @@ class Emitter:
         return self._sizes[dim]
 
     def buffer(self, operand: str | Packed | Workspace, dtype: str) -> Buffer:
-        """The flat buffer of a graph tensor, constant or workspace; a bool tensor is stored as uint8."""
+        """The flat buffer of a graph tensor, constant or workspace, for ``load`` and ``store``."""
         key = operand if isinstance(operand, str) else f"{type(operand).__name__} {operand.name}"
         if key not in self._buffers:
-            stored = "uint8" if dtype == "bool" else dtype
+            stored = _STORAGE.get(dtype, dtype)
             self._buffers[key] = tirx.decl_buffer((_UNBOUNDED,), stored, name=f"buf{len(self._buffers)}")
+            self._stored_as[self._buffers[key]] = dtype
             self._operands.append(operand)
         return self._buffers[key]
 
@@ -138,20 +162,26 @@ class Emitter:
     def local(self, extent: int, dtype: str) -> Buffer:
         """A small buffer on the stack, which the code generator keeps in registers."""
         self._count += 1
-        buffer = tirx.decl_buffer((extent,), dtype, name=f"local{self._count}")
+        buffer = tirx.decl_buffer((extent,), register(dtype), name=f"local{self._count}")
         self._scopes[0].statements.insert(0, tirx.AllocBuffer(buffer))
         self._mutable.add(buffer)
         return buffer
 
     def load(self, operand: str | Packed | Workspace, dtype: str, index: Expr) -> Expr:
-        """The element at flat ``index``."""
-        value = self.bind(tirx.BufferLoad(self.buffer(operand, dtype), [index]))
+        """The element at flat ``index``, as it is computed with: a half-precision number in float32."""
+        loaded = tirx.BufferLoad(self.buffer(operand, dtype), [index])
+        if dtype in HALF:
+            return self.bind(HALF[dtype].widen(loaded))
+        value = self.bind(loaded)
         return tirx.NE(value, tirx.const(0, "uint8")) if dtype == "bool" else value
 
     def store(self, buffer: Buffer, index: Expr, value: Expr) -> None:
         """Writes ``value`` at flat ``index``."""
+        dtype = self._stored_as.get(buffer)
         if dtype_of(value) == "bool":
             value = tirx.Cast("uint8", value)
+        elif dtype in HALF:
+            value = self._without_lets(HALF[dtype].narrow(value))
         self.add(tirx.BufferStore(buffer, value, [index]))
 
     def add(self, statement: Stmt) -> None:

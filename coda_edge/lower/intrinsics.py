@@ -241,6 +241,55 @@ def _general_power(x: Expr, y: Expr) -> Expr:
     return bind(exp(y * log(absolute(x))), signed)
 
 
+def widen_float16(bits: Expr) -> Expr:
+    """The float32 of a float16 given by its bits (uint16), exact; NaN stays NaN."""
+
+    def widened(h: Expr) -> Expr:
+        magnitude = (h & _uint(0x7FFF, h)) << _uint(13, h)
+        exponent = magnitude & _uint(0x0F800000, h)
+        # The exponents' biases differ by 112; infinities and NaN are moved twice as far.
+        shift = tirx.Select(exponent.equal(_uint(0x0F800000, h)), _uint(224 << 23, h), _uint(112 << 23, h))
+        subnormal = (h & _uint(0x3FF, h)).astype(_like("float32", h)) * f32(2.0**-24)
+        value = tirx.Select(exponent.equal(_uint(0, h)), _reinterpret("uint32", subnormal), magnitude + shift)
+        return _reinterpret("float32", value | ((h & _uint(0x8000, h)) << _uint(16, h)))
+
+    return bind(bits.astype(_like("uint32", bits)), widened)
+
+
+def narrow_float16(x: Expr) -> Expr:
+    """The bits (uint16) of the float16 nearest to a float32, halves to even; beyond 65520 infinity, NaN stays NaN."""
+
+    def narrowed(b: Expr, a: Expr) -> Expr:
+        odd = (a >> _uint(13, a)) & _uint(1, a)
+        normal = (a - _uint(112 << 23, a) + _uint(0xFFF, a) + odd) >> _uint(13, a)
+        # 0.5 has the spacing of float16's subnormals: adding it rounds to them, and leaves their bits.
+        subnormal = _reinterpret("uint32", _reinterpret("float32", a) + f32(0.5)) - _uint(126 << 23, a)
+        value = tirx.Select(a < _uint(113 << 23, a), subnormal, normal)
+        value = tirx.Select(a >= _uint(0x477FF000, a), _uint(0x7C00, a), value)
+        value = tirx.Select(a > _uint(0x7F800000, a), _uint(0x7E00, a), value)
+        return (value | ((b >> _uint(16, b)) & _uint(0x8000, b))).astype(_like("uint16", b))
+
+    return bind(_reinterpret("uint32", x), lambda b: bind(b & _uint(0x7FFFFFFF, b), lambda a: narrowed(b, a)))
+
+
+def widen_bfloat16(bits: Expr) -> Expr:
+    """The float32 of a bfloat16 given by its bits (uint16), exact."""
+    wide = bits.astype(_like("uint32", bits))
+    return _reinterpret("float32", wide << _uint(16, wide))
+
+
+def narrow_bfloat16(x: Expr) -> Expr:
+    """The bits (uint16) of the bfloat16 nearest to a float32, halves to even; NaN stays NaN."""
+
+    def narrowed(b: Expr) -> Expr:
+        odd = (b >> _uint(16, b)) & _uint(1, b)
+        not_a_number = (b & _uint(0x7FFFFFFF, b)) > _uint(0x7F800000, b)
+        value = tirx.Select(not_a_number, b | _uint(0x400000, b), b + _uint(0x7FFF, b) + odd)
+        return (value >> _uint(16, b)).astype(_like("uint16", b))
+
+    return bind(_reinterpret("uint32", x), narrowed)
+
+
 def _sine(x: Expr, quarter: int) -> Expr:
     """sin(x + quarter·π/2)."""
 
@@ -317,3 +366,15 @@ def _to_float(value: Expr) -> Expr:
 
 def _int(value: int, like: Expr) -> Expr:
     return widen(tirx.const(value, "int32"), lanes(like))
+
+
+def _reinterpret(dtype: str, x: Expr) -> Expr:
+    return tirx.reinterpret(_like(dtype, x), x)
+
+
+def _like(dtype: str, x: Expr) -> str:
+    return dtype if lanes(x) == 1 else f"{dtype}x{lanes(x)}"
+
+
+def _uint(value: int, like: Expr) -> Expr:
+    return widen(tirx.const(value, "uint32"), lanes(like))

@@ -12,7 +12,7 @@ from tvm import tirx
 from .. import ir
 from ..errors import UnsupportedOperator
 from ..symbolic import Dim, simplify
-from .emit import Emitter, Expr, int64
+from .emit import Emitter, Expr, int64, register
 from .kernel import KernelCall, Packed
 from .ops_math import convert
 from .pointwise import attempt, ceil_div, product, rows_of
@@ -37,7 +37,7 @@ def lower_matmul(node: gs.Node, context: Context) -> list[KernelCall]:
         a = _matrix(leaf(left, emit, context), a_dims, 0)
         b = _matrix(leaf(right, emit, context), b_dims, len(b_dims) - 1)
         result, dtype = emit.buffer(out.name, dtype_name(out)), dtype_name(out)
-        wide = "float32" if dtype == "float16" else dtype
+        wide = register(dtype)
         tiles = ceil_div(m, rows)
         with emit.items() as item:
             *at, tile = emit.unravel(item, [*batch, tiles])

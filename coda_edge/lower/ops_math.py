@@ -9,10 +9,10 @@ from tvm import tirx
 
 from ..errors import ShapeError
 from . import intrinsics
-from .emit import Expr, dtype_of
+from .emit import HALF, Expr, dtype_of
 from .registry import ELEMENTWISE, POINTWISE, Application, View, broadcast, constant, elementwise, pointwise
 
-_BITS = {"float16": ("uint16", 0x7FFF, 0x7C00), "float32": ("uint32", 0x7FFFFFFF, 0x7F800000)}
+_BITS = {"float32": ("uint32", 0x7FFFFFFF, 0x7F800000)}
 
 
 def is_float(expr: Expr) -> bool:
@@ -114,8 +114,11 @@ def _by_squaring(a: Expr, exponent: int) -> Expr:
 
 
 def convert(x: Expr, dtype: str) -> Expr:
-    """``x`` as ``dtype``: floats to integers towards zero, anything to bool as "is not zero"."""
+    """``x`` as ``dtype``: floats to integers towards zero, anything to bool as "is not zero", to half as a rounded float32."""
     source = dtype_of(x)
+    if dtype in HALF:
+        stored = HALF[dtype].narrow(x if source == "float32" else convert(x, "float32"))
+        return HALF[dtype].widen(stored)
     if source == dtype:
         return x
     if dtype == "bool":

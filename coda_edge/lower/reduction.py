@@ -17,7 +17,7 @@ from .. import ir
 from ..errors import UnsupportedOperator
 from ..symbolic import Dim
 from . import intrinsics
-from .emit import SUM, Emitter, Expr, Reduction, dtype_of, int64
+from .emit import SUM, Emitter, Expr, Reduction, dtype_of, int64, register
 from .kernel import KernelCall
 from .ops_math import is_float, maximum, minimum
 from .pointwise import GRAIN, attempt, product, rows_of
@@ -158,7 +158,7 @@ def lower_reduce(node: gs.Node, context: Context) -> list[KernelCall]:
     rule = _REDUCE[node.op]
 
     def write(emit: Emitter, x: View, run: Run, count: Expr) -> Expr:
-        dtype = _wide(x.dtype)
+        dtype = register(x.dtype)
         return rule.after(run.reduce(rule.kind, lambda here: rule.before(_cast(dtype, x.at(here))), dtype), count)
 
     return [_reduction(node, context, write)]
@@ -176,10 +176,6 @@ def lower_log_sum_exp(node: gs.Node, context: Context) -> list[KernelCall]:
         return intrinsics.log(total) + shift
 
     return [_reduction(node, context, write)]
-
-
-def _wide(dtype: str) -> str:
-    return "float32" if dtype == "float16" else dtype
 
 
 def _cast(dtype: str, x: Expr) -> Expr:

@@ -21,7 +21,7 @@ from .. import ir
 from ..errors import UnsupportedOperator
 from ..ir import Tensor
 from ..symbolic import Dim, same
-from .emit import Emitter, Expr, as_int, int64
+from .emit import Emitter, Expr, as_int, int64, register
 from .kernel import KernelCall, Packed
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def elements(view: View) -> list[Expr]:
 
 def constant(value: Any, dtype: str) -> Expr:
     """A literal of a numpy dtype."""
-    return tirx.const(value if dtype != "bool" else bool(value), dtype)
+    return tirx.const(value if dtype != "bool" else bool(value), register(dtype))
 
 
 def dtype_name(tensor: Tensor) -> str:
