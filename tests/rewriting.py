@@ -13,10 +13,10 @@ import onnx
 import onnx.parser
 import onnx_graphsurgeon as gs
 import onnxruntime
+from coda_edge.passes import Pass, PassLog
 from onnx import numpy_helper
 
 from coda_edge import export, frontend
-from coda_edge.passes import Pass, PassLog
 
 Array = npt.NDArray[Any]
 

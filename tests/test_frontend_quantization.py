@@ -8,10 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import pytest
+from coda_edge.passes import PIPELINE
 from onnx import TensorProto, helper, numpy_helper
 from rewriting import model, normal, rewrite
-
-from coda_edge.passes import PIPELINE
 
 Array = npt.NDArray[Any]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import onnx_graphsurgeon as gs
 import pytest
+from coda_edge.passes import PassLog, fuse_map
 from lowering import Compiled, assert_same, model, reference
 from onnx import helper
 
 from coda_edge import frontend
 from coda_edge.frontend import infer
-from coda_edge.passes import PassLog, fuse_map
 
 node = helper.make_node
 

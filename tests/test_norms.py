@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from coda_edge.passes import PassLog, run_pipeline
 from rewriting import Array, Rewritten, model, normal
 
 import coda_edge
 from coda_edge import frontend
 from coda_edge.bundle import to_bytes
-from coda_edge.passes import PassLog, run_pipeline
 
 _WIDTH = 24
 _CONSTANTS: dict[str, Array] = {

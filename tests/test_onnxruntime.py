@@ -21,6 +21,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from click.testing import CliRunner
+from coda_edge.passes import run_pipeline
 from onnx import helper, numpy_helper
 
 from coda_edge import frontend
@@ -31,7 +32,6 @@ from coda_edge.onnxruntime import Packaged, operators, package, packaging
 from coda_edge.onnxruntime.build import NATIVE, build
 from coda_edge.onnxruntime.operators import _bindings, claim
 from coda_edge.onnxruntime.packaging import session
-from coda_edge.passes import run_pipeline
 from coda_edge.symbolic import parse_dim
 from coda_edge.targets import get
 from coda_edge.verify import ort_session, relative_error

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 import onnx
 import pytest
+from coda_edge.passes import attention
 from rewriting import Array, model, normal, rewrite, run
 
 import coda_edge
 from coda_edge.bundle import to_bytes
 from coda_edge.epilogue.program import EpilogueProgram, Kind
-from coda_edge.passes import attention
 
 _IN = "float[B, 5, S, 8] q, float[B, 5, T, 8] k, float[B, 5, T, 8] v"
 _FEEDS = {"q": normal(2, 5, 3, 8), "k": normal(2, 5, 7, 8, seed=1), "v": normal(2, 5, 7, 8, seed=2)}

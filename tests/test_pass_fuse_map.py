@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-<<<<<<< HEAD
 from coda_edge.passes import fuse_map, grow_epilogue, merge_projections, row_moments, split_columns
-=======
->>>>>>> e518054 (wip)
 from rewriting import Array, model, normal, rewrite
-
-from coda_edge.passes import fuse_map, row_moments
 
 _CONSTANTS: dict[str, Array] = {
     "words": normal(50, 24, seed=1),

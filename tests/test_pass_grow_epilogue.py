@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from coda_edge.passes import absorb_norm, grow_epilogue, row_moments
 from rewriting import Array, model, normal, rewrite
 
 from coda_edge.epilogue.program import EpilogueProgram, Kind, Rows
-from coda_edge.passes import absorb_norm, grow_epilogue, row_moments
 
 _CONSTANTS: dict[str, Array] = {
     "w": normal(12, 24, seed=1),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from coda_edge.passes import absorb_norm, grow_epilogue, merge_gates, merge_projections, row_moments
 from rewriting import Array, model, normal, rewrite
 
 from coda_edge.epilogue.program import EpilogueProgram
-from coda_edge.passes import absorb_norm, grow_epilogue, merge_gates, merge_projections, row_moments
 
 _PASSES = [row_moments.PASS, absorb_norm.PASS, grow_epilogue.PASS, merge_gates.PASS, merge_projections.PASS]
 _CONSTANTS: dict[str, Array] = {

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from coda_edge.passes import grow_epilogue, merge_gates, merge_projections
 from rewriting import Array, model, normal, rewrite
 
 from coda_edge.epilogue.program import EpilogueProgram, Kind
-from coda_edge.passes import grow_epilogue, merge_gates, merge_projections
 
 _PASSES = [grow_epilogue.PASS, merge_projections.PASS]
 _CONSTANTS: dict[str, Array] = {

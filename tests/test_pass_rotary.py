@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from coda_edge.passes import PIPELINE, grow_epilogue, merge_projections, rotary
 from rewriting import Array, Rewritten, model, normal, rewrite
 
 from coda_edge.epilogue.program import EpilogueProgram, Rows
-from coda_edge.passes import PIPELINE, grow_epilogue, merge_projections, rotary
 
 _PASSES = [grow_epilogue.PASS, rotary.PASS]
 _HEADS, _D = 3, 8

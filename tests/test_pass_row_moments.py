@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from rewriting import model, normal, rewrite
-
 from coda_edge.passes import row_moments
+from rewriting import model, normal, rewrite
 
 _SPELLINGS = {
     "mul": "d = Sub(x, m) s = Mul(d, d)",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from rewriting import Array, model, normal, rewrite
-
 from coda_edge.passes import grow_epilogue, sink_reshape
+from rewriting import Array, model, normal, rewrite
 
 _CONSTANTS: dict[str, Array] = {
     "flat": np.array([-1, 12]),

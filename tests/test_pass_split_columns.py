@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from coda_edge.passes import PIPELINE, split_columns
 from rewriting import Array, model, normal, rewrite
 
 from coda_edge.epilogue.program import EpilogueProgram
-from coda_edge.passes import PIPELINE, split_columns
 
 
 def ints(*values: int) -> Array:
