@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
+from .epilogue.ops import OPERATORS, Group
 from .symbolic import Dim, format_dim, parse_dim, same
 
 Tensor: TypeAlias = "gs.Variable | gs.Constant"
@@ -21,40 +22,7 @@ DOMAIN = "coda"
 
 #: ONNX elementwise operators, with the name of the epilogue operator that computes the same.
 ELEMENTWISE: dict[str, str] = {
-    "Add": "add",
-    "Sub": "sub",
-    "Mul": "mul",
-    "Div": "div",
-    "Neg": "neg",
-    "Abs": "abs",
-    "Min": "min",
-    "Max": "max",
-    "Exp": "exp",
-    "Log": "log",
-    "Sqrt": "sqrt",
-    "Reciprocal": "reciprocal",
-    "Erf": "erf",
-    "Tanh": "tanh",
-    "Sigmoid": "sigmoid",
-    "Relu": "relu",
-    "Pow": "pow",
-    "Floor": "floor",
-    "Ceil": "ceil",
-    "Round": "round",
-    "Sign": "sign",
-    "Sin": "sin",
-    "Cos": "cos",
-    "Equal": "eq",
-    "Less": "lt",
-    "LessOrEqual": "le",
-    "Greater": "gt",
-    "GreaterOrEqual": "ge",
-    "And": "and",
-    "Or": "or",
-    "Not": "not",
-    "Where": "where",
-    "IsNaN": "isnan",
-    "Cast": "cast",
+    op.onnx: op.name for op in OPERATORS.values() if op.group is Group.POINTWISE and isinstance(op.onnx, str)
 }
 #: Operators that only rename the indices of the elements, in the same order: no kernel is needed for one alone.
 VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})

@@ -1,7 +1,9 @@
 """The operators an epilogue step may use: one row each, and everything about an operator is in its row.
 
-A row gives arity, typing rule, numpy meaning, ONNX spelling in basic operators, and cost. The TIR spelling is keyed by the
-same names in ``tir.py``. Composite functions (GELU, SiLU, …) are not operators: they are Python functions in ``math.py``.
+A row gives arity, typing rule, numpy meaning, ONNX spelling in basic operators, cost, and of functions of floats the kernels'
+spelling. From it come what passes take into an epilogue, the shapes and kernels of the ONNX operator on its own, and its place in an
+optimized model: a new operator is a row. The spelling of arithmetic, comparisons and reductions depends on dtypes and panels and is keyed
+by the same names in ``tir.py`` and ``lower/statistics.py``. Composite functions (GELU, SiLU, …) are not operators: they are Python functions in ``math.py``.
 """
 
 from __future__ import annotations
@@ -68,8 +70,9 @@ OnnxSpelling: TypeAlias = "str | Callable[[NodeEmitter, list[str]], tuple[str, .
 class Operator:
     """One operator. ``numpy`` takes as many arrays as ``arity`` and returns one array, or ``results`` of them.
 
-    ``onnx`` is an operator type, or a function that appends nodes and returns the names of the results. ``flops`` counts
-    per element of the widest operand.
+    ``onnx`` is an operator type, or a function that appends nodes and returns the names of the results. ``kernel`` gives a
+    function of floats as an expression: it is called with the functions of ``lower/intrinsics.py`` (the module) and the operands, vectors
+    or scalars of float32. ``flops`` counts per element of the widest operand.
     """
 
     name: str
@@ -78,6 +81,7 @@ class Operator:
     numpy: Callable[..., Any]
     onnx: OnnxSpelling
     flops: int = 1
+    kernel: Callable[..., Any] | None = None
     group: Group = Group.POINTWISE
     results: int = 1
     commutes: bool = False
@@ -168,27 +172,27 @@ OPERATORS: dict[str, Operator] = {
         Operator("add", 2, _N, np.add, "Add", commutes=True),
         Operator("sub", 2, _N, np.subtract, "Sub"),
         Operator("mul", 2, _N, np.multiply, "Mul", commutes=True),
-        Operator("div", 2, _F, np.divide, "Div", flops=4),
+        Operator("div", 2, _F, np.divide, "Div", 4, lambda t, a, b: a / b),
         Operator("neg", 1, _N, np.negative, "Neg"),
         Operator("abs", 1, _N, np.abs, "Abs"),
         Operator("min", 2, _N, np.minimum, "Min", commutes=True),
         Operator("max", 2, _N, np.maximum, "Max", commutes=True),
-        Operator("exp", 1, _F, np.exp, "Exp", flops=10),
-        Operator("log", 1, _F, np.log, "Log", flops=12),
-        Operator("sqrt", 1, _F, np.sqrt, "Sqrt", flops=4),
-        Operator("rsqrt", 1, _F, lambda x: 1 / np.sqrt(x), _onnx_rsqrt, flops=8),
-        Operator("reciprocal", 1, _F, lambda x: 1 / x, "Reciprocal", flops=4),
-        Operator("erf", 1, _F, _numpy_erf, "Erf", flops=16),
-        Operator("tanh", 1, _F, np.tanh, "Tanh", flops=16),
-        Operator("sigmoid", 1, _F, _numpy_sigmoid, "Sigmoid", flops=14),
-        Operator("relu", 1, _F, lambda x: np.maximum(x, 0), "Relu"),
-        Operator("pow", 2, _F, np.power, "Pow", flops=24),
-        Operator("floor", 1, _F, np.floor, "Floor"),
-        Operator("ceil", 1, _F, np.ceil, "Ceil"),
-        Operator("round", 1, _F, np.rint, "Round"),
+        Operator("exp", 1, _F, np.exp, "Exp", 10, lambda t, x: t.exp(x)),
+        Operator("log", 1, _F, np.log, "Log", 12, lambda t, x: t.log(x)),
+        Operator("sqrt", 1, _F, np.sqrt, "Sqrt", 4, lambda t, x: t.sqrt(x)),
+        Operator("rsqrt", 1, _F, lambda x: 1 / np.sqrt(x), _onnx_rsqrt, 8, lambda t, x: t.rsqrt(x)),
+        Operator("reciprocal", 1, _F, lambda x: 1 / x, "Reciprocal", 4, lambda t, x: t.f32(1) / x),
+        Operator("erf", 1, _F, _numpy_erf, "Erf", 16, lambda t, x: t.erf(x)),
+        Operator("tanh", 1, _F, np.tanh, "Tanh", 16, lambda t, x: t.tanh(x)),
+        Operator("sigmoid", 1, _F, _numpy_sigmoid, "Sigmoid", 14, lambda t, x: t.sigmoid(x)),
+        Operator("relu", 1, _F, lambda x: np.maximum(x, 0), "Relu", 1, lambda t, x: t.relu(x)),
+        Operator("pow", 2, _F, np.power, "Pow", 24, lambda t, a, b: t.power(a, b)),
+        Operator("floor", 1, _F, np.floor, "Floor", 1, lambda t, x: t.floor(x)),
+        Operator("ceil", 1, _F, np.ceil, "Ceil", 1, lambda t, x: t.ceil(x)),
+        Operator("round", 1, _F, np.rint, "Round", 1, lambda t, x: t.round_even(x)),
         Operator("sign", 1, _N, np.sign, "Sign"),
-        Operator("sin", 1, _F, np.sin, "Sin", flops=14),
-        Operator("cos", 1, _F, np.cos, "Cos", flops=14),
+        Operator("sin", 1, _F, np.sin, "Sin", 14, lambda t, x: t.sin(x)),
+        Operator("cos", 1, _F, np.cos, "Cos", 14, lambda t, x: t.cos(x)),
         Operator("eq", 2, _C, np.equal, "Equal", commutes=True),
         Operator("lt", 2, _C, np.less, "Less"),
         Operator("le", 2, _C, np.less_equal, "LessOrEqual"),
@@ -200,22 +204,26 @@ OPERATORS: dict[str, Operator] = {
         Operator("where", 3, Rule.SELECT, np.where, "Where"),
         Operator("isnan", 1, Rule.PREDICATE, np.isnan, "IsNaN"),
         Operator("cast", 1, Rule.CAST, lambda x: x, "Cast"),
-        Operator("even", 1, Rule.ANY, lambda x: x[..., 0::2], _onnx_every_second(0), 0, _PAIR),
-        Operator("odd", 1, Rule.ANY, lambda x: x[..., 1::2], _onnx_every_second(1), 0, _PAIR),
-        Operator("interleave", 2, Rule.ANY, _numpy_interleave, _onnx_interleave, 0, _PAIR),
-        Operator("sum", 1, Rule.STATISTIC, lambda x: x.sum(-1, keepdims=True), _onnx_reduce("ReduceSum"), 1, _REDUCE),
-        Operator("sumsq", 1, Rule.STATISTIC, lambda x: np.square(x).sum(-1, keepdims=True), _onnx_sumsq, 2, _REDUCE),
+        Operator("even", 1, Rule.ANY, lambda x: x[..., 0::2], _onnx_every_second(0), 0, group=_PAIR),
+        Operator("odd", 1, Rule.ANY, lambda x: x[..., 1::2], _onnx_every_second(1), 0, group=_PAIR),
+        Operator("interleave", 2, Rule.ANY, _numpy_interleave, _onnx_interleave, 0, group=_PAIR),
         Operator(
-            "rowmax", 1, Rule.STATISTIC, lambda x: x.max(-1, keepdims=True), _onnx_reduce("ReduceMax"), 1, _REDUCE
+            "sum", 1, Rule.STATISTIC, lambda x: x.sum(-1, keepdims=True), _onnx_reduce("ReduceSum"), 1, group=_REDUCE
         ),
         Operator(
-            "mean", 1, Rule.STATISTIC, lambda x: x.mean(-1, keepdims=True), _onnx_reduce("ReduceMean"), 1, _REDUCE
+            "sumsq", 1, Rule.STATISTIC, lambda x: np.square(x).sum(-1, keepdims=True), _onnx_sumsq, 2, group=_REDUCE
         ),
         Operator(
-            "rowmin", 1, Rule.STATISTIC, lambda x: x.min(-1, keepdims=True), _onnx_reduce("ReduceMin"), 1, _REDUCE
+            "rowmax", 1, Rule.STATISTIC, lambda x: x.max(-1, keepdims=True), _onnx_reduce("ReduceMax"), 1, group=_REDUCE
         ),
-        Operator("argmax", 1, Rule.PLACE, _numpy_argmax, _onnx_argmax, 2, _REDUCE),
-        Operator("expsum", 1, Rule.STATISTIC, _numpy_expsum, _onnx_expsum, 12, _REDUCE, results=2),
-        Operator("moments", 1, Rule.STATISTIC, _numpy_moments, _onnx_moments, 4, _REDUCE, results=2),
+        Operator(
+            "mean", 1, Rule.STATISTIC, lambda x: x.mean(-1, keepdims=True), _onnx_reduce("ReduceMean"), 1, group=_REDUCE
+        ),
+        Operator(
+            "rowmin", 1, Rule.STATISTIC, lambda x: x.min(-1, keepdims=True), _onnx_reduce("ReduceMin"), 1, group=_REDUCE
+        ),
+        Operator("argmax", 1, Rule.PLACE, _numpy_argmax, _onnx_argmax, 2, group=_REDUCE),
+        Operator("expsum", 1, Rule.STATISTIC, _numpy_expsum, _onnx_expsum, 12, group=_REDUCE, results=2),
+        Operator("moments", 1, Rule.STATISTIC, _numpy_moments, _onnx_moments, 4, group=_REDUCE, results=2),
     )
 }

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from tvm import tirx
 
 from ..lower import intrinsics
 from ..lower.body import Body, Expr, f32, lanes, shuffle, widen
-from .ops import Group, Rule
+from .ops import OPERATORS, Group, Rule
 from .program import Argument, EpilogueProgram, Kind, Step
 
 STORAGE = {
@@ -64,27 +64,11 @@ SPELLINGS: dict[str, Spelling] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
     "mul": lambda a, b: a * b,
-    "div": _compute(lambda a, b: a / b),
     "neg": lambda x: x * -1 if not x.ty.dtype.is_float else _compute(lambda v: v * f32(-1))(x),
     "abs": lambda x: _compute(intrinsics.absolute)(x) if x.ty.dtype.is_float else tirx.max(x, x * -1),
     "min": _extreme(intrinsics.minimum, tirx.min),
     "max": _extreme(intrinsics.maximum, tirx.max),
-    "exp": _compute(intrinsics.exp),
-    "log": _compute(intrinsics.log),
-    "sqrt": _compute(intrinsics.sqrt),
-    "rsqrt": _compute(intrinsics.rsqrt),
-    "reciprocal": _compute(lambda x: f32(1) / x),
-    "erf": _compute(intrinsics.erf),
-    "tanh": _compute(intrinsics.tanh),
-    "sigmoid": _compute(intrinsics.sigmoid),
-    "relu": _compute(intrinsics.relu),
-    "pow": _compute(intrinsics.power),
-    "floor": _compute(tirx.floor),
-    "ceil": _compute(tirx.ceil),
-    "round": _compute(tirx.nearbyint),
     "sign": _sign,
-    "sin": _compute(intrinsics.sin),
-    "cos": _compute(intrinsics.cos),
     "eq": lambda a, b: a.equal(b),
     "lt": lambda a, b: a < b,
     "le": lambda a, b: a <= b,
@@ -95,6 +79,7 @@ SPELLINGS: dict[str, Spelling] = {
     "not": tirx.Not,
     "where": tirx.Select,
     "isnan": lambda x: intrinsics.is_nan(x.astype(x.ty.dtype.__class__("float32").with_lanes(lanes(x)))),
+    **{op.name: _compute(partial(op.kernel, intrinsics)) for op in OPERATORS.values() if op.kernel is not None},
 }
 """Every pointwise operator of ``ops.OPERATORS`` but ``cast``, on operands of one dtype and as many lanes."""
 

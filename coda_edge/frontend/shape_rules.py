@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import sympy
 
+from ..epilogue.ops import OPERATORS, Group, Rule
 from ..symbolic import Dim, divide, simplify
 from .shapes import Call, Type, constant_of, shape_rule
 
@@ -35,54 +36,34 @@ def broadcast(call: Call, *shapes: Sequence[Dim]) -> tuple[Dim, ...]:
 
 
 @shape_rule(
-    *(
-        "Abs",
-        "Acos",
-        "Asin",
-        "Atan",
-        "BitwiseNot",
-        "Ceil",
-        "Celu",
-        "Clip",
-        "Cos",
-        "Cosh",
-        "CumSum",
-        "Elu",
-        "Erf",
-        "Exp",
-    ),
-    *("Floor", "Gelu", "Hardmax", "HardSigmoid", "HardSwish", "Identity", "LeakyRelu", "Log", "LogSoftmax", "Mish"),
-    *(
-        "Neg",
-        "Not",
-        "PRelu",
-        "Reciprocal",
-        "Relu",
-        "Round",
-        "ScatterElements",
-        "ScatterND",
-        "Selu",
-        "Shrink",
-        "Sigmoid",
-    ),
-    *("Sign", "Sin", "Sinh", "Softmax", "Softplus", "Softsign", "Sqrt", "Swish", "Tan", "Tanh", "ThresholdedRelu"),
-    *("Trilu", "RotaryEmbedding", "RMSNormalization", "InstanceNormalization", "GroupNormalization", "LpNormalization"),
+    *("Acos", "Asin", "Atan", "BitwiseNot", "Celu", "Clip", "Cosh", "CumSum"),
+    *("Elu", "Gelu", "Hardmax", "HardSigmoid", "HardSwish", "Identity", "LeakyRelu", "LogSoftmax"),
+    *("Mish", "PRelu", "ScatterElements", "ScatterND", "Selu", "Shrink", "Sinh", "Softmax"),
+    *("Softplus", "Softsign", "Swish", "Tan", "ThresholdedRelu", "Trilu", "RotaryEmbedding", "RMSNormalization"),
+    *("InstanceNormalization", "GroupNormalization", "LpNormalization"),
 )
 def _like_first(call: Call) -> list[Type]:
     return [(call.dtype(), call.shape())]
 
 
-@shape_rule(
-    *("Add", "Sub", "Mul", "Div", "Mod", "Pow", "Max", "Min", "Sum", "Mean", "And", "Or", "Xor"),
-    *("BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitShift"),
-)
+@shape_rule("Mod", "Sum", "Mean", "Xor", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitShift")
 def _broadcasting(call: Call) -> list[Type]:
     return [(call.dtype(), broadcast(call, *map(call.shape, range(len(call)))))]
 
 
-@shape_rule("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "IsNaN", "IsInf")
+@shape_rule("IsInf")
 def _comparing(call: Call) -> list[Type]:
     return [(BOOL, broadcast(call, *map(call.shape, range(len(call)))))]
+
+
+_ELEMENTWISE = {
+    Rule.COMPARE: _comparing,
+    Rule.PREDICATE: _comparing,
+    **dict.fromkeys((Rule.NUMERIC, Rule.FLOAT, Rule.LOGIC), _broadcasting),
+}
+for _operator in OPERATORS.values():
+    if _operator.group is Group.POINTWISE and isinstance(_operator.onnx, str) and _operator.rule in _ELEMENTWISE:
+        shape_rule(_operator.onnx)(_ELEMENTWISE[_operator.rule])
 
 
 @shape_rule("Where")
@@ -240,9 +221,8 @@ def _resize(call: Call) -> list[Type]:
     sizes, scales = call.sizes(3), call.value(2)
     axes = [call.axis(a, len(dims)) for a in call.attr("axes") or range(len(dims))]
     if sizes is not None and sizes.size:
-        if call.attr("keep_aspect_ratio_policy", "stretch") != "stretch":
-            raise call.error("keep_aspect_ratio_policy is only known as 'stretch'")
-        for axis, size in zip(axes, sizes.tolist(), strict=True):
+        wanted = _by_aspect(call, dims, axes, sizes.tolist())
+        for axis, size in zip(axes, wanted, strict=True):
             dims[axis] = size
     elif scales is not None and scales.size:
         for axis, scale in zip(axes, scales.tolist(), strict=True):
@@ -253,6 +233,19 @@ def _resize(call: Call) -> list[Type]:
         for axis in axes:
             dims[axis] = call.fresh(axis)
     return [(call.dtype(), tuple(dims))]
+
+
+def _by_aspect(call: Call, dims: Sequence[Dim], axes: Sequence[int], sizes: list[Dim]) -> list[Dim]:
+    """The sizes that Resize makes of those that it is given, as it keeps the aspect ratio or not."""
+    policy = call.attr("keep_aspect_ratio_policy", "stretch")
+    if policy == "stretch":
+        return sizes
+    pairs = [(size, dims[axis]) for size, axis in zip(sizes, axes, strict=True)]
+    ratios = [size / dim for size, dim in pairs if isinstance(size, int) and isinstance(dim, int)]
+    if len(ratios) < len(pairs):
+        raise call.error(f"keep_aspect_ratio_policy '{policy}' needs fixed sizes: pin them with --shape")
+    scale = min(ratios) if policy == "not_larger" else max(ratios)
+    return [int(np.floor(int(dim) * scale + 0.5)) for _, dim in pairs]
 
 
 @shape_rule("Conv", "MaxPool", "AveragePool")

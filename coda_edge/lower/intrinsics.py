@@ -196,6 +196,21 @@ def rsqrt(x: Expr) -> Expr:
     return f32(1) / tirx.sqrt(x)
 
 
+def floor(x: Expr) -> Expr:
+    """⌊x⌋, exact."""
+    return tirx.floor(x)
+
+
+def ceil(x: Expr) -> Expr:
+    """⌈x⌉, exact."""
+    return tirx.ceil(x)
+
+
+def round_even(x: Expr) -> Expr:
+    """The nearest integer, of two the even one; exact."""
+    return tirx.nearbyint(x)
+
+
 def sin(x: Expr) -> Expr:
     """sin x: absolute error 1.5e-7 for |x| ≤ 1e5, growing beyond; NaN at ±inf."""
     return _sine(x, 0)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 
 from tvm import tirx
 
+from ..epilogue.ops import OPERATORS
 from ..errors import ShapeError
 from . import intrinsics
 from .emit import HALF, Expr, dtype_of
@@ -179,13 +180,6 @@ _ELEMENTWISE: dict[str, Callable[..., Expr]] = {
     "Abs": lambda x: x if dtype_of(x).startswith("uint") else tirx.abs(x),
     "Sqrt": tirx.sqrt,
     "Reciprocal": lambda x: tirx.div(constant(1, dtype_of(x)), x),
-    "Exp": _wide(intrinsics.exp),
-    "Log": _wide(intrinsics.log),
-    "Erf": _wide(intrinsics.erf),
-    "Tanh": _wide(intrinsics.tanh),
-    "Sigmoid": _wide(intrinsics.sigmoid),
-    "Sin": _wide(intrinsics.sin),
-    "Cos": _wide(intrinsics.cos),
     "Relu": lambda x: maximum(x, _zero_like(x)),
     "Floor": tirx.floor,
     "Ceil": tirx.ceil,
@@ -208,8 +202,14 @@ _ELEMENTWISE: dict[str, Callable[..., Expr]] = {
     "Where": tirx.Select,
     "Identity": lambda x: x,
 }
-POINTWISE.update({name: elementwise(apply) for name, apply in _ELEMENTWISE.items()})
-ELEMENTWISE.update(_ELEMENTWISE, ("Cast", "Mod", "IsInf", "LeakyRelu"))
+_FUNCTIONS = {
+    op.onnx: _wide(partial(op.kernel, intrinsics))
+    for op in OPERATORS.values()
+    if op.kernel is not None and isinstance(op.onnx, str) and op.onnx not in _ELEMENTWISE
+}
+"""Functions of floats are what epilogues have."""
+POINTWISE.update({name: elementwise(apply) for name, apply in {**_ELEMENTWISE, **_FUNCTIONS}.items()})
+ELEMENTWISE.update(_ELEMENTWISE, _FUNCTIONS, ("Cast", "Mod", "IsInf", "LeakyRelu"))
 
 
 @pointwise("Cast")
