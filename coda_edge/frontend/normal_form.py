@@ -38,6 +38,7 @@ from .fold import Digests, fold_constants, fold_values, inline_constants, merge_
 from .indexing import simplify_indexing
 from .model import bind
 from .movement import compose_movement
+from .quanta import place_quantisation
 from .rows import sink_row_movement
 from .scales import defer_scales
 from .shapes import Constraint, SymbolicInfo, infer
@@ -119,6 +120,7 @@ def to_normal_form(
     ir.remove_dead(graph)
     inline_constants(graph)
     refuse_foreign(graph)
+    place_quantisation(graph)
     defer_scales(graph)
     # What constants alone determine may be a shape operand that no rule follows.
     fold_constants(graph)

@@ -2,7 +2,8 @@
 
 Rule: ``(s·a) ∘ (t·w) = (s·t)·(a ∘ w)`` for ∘ any of MatMul, Gemm and Conv, where both operands are results of DequantizeLinear,
 perhaps behind operators that only move elements; s is one number, and t is one too or, for constant w, has one for each column (for
-Conv: filter). a and w are left as DequantizeLinear with scale 1. Gemm's factor of the product is a scale too; a bias is added behind.
+Conv: filter). a and w are left as DequantizeLinear with scale 1. Gemm's factor of the product is a scale too; a bias is added behind. The scale of
+two run-time operands stands behind the movement of their product, too.
 
 float32 adds whole numbers exactly up to 2²⁴, so the sum does not depend on its order: integer kernels, onnxruntime's among them, and
 ours agree to the last bit where they would else round apart, and be a quantum apart after the next quantisation.
@@ -19,8 +20,9 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from .. import ir
+from .quanta import MOVES, is_constant, moved_on
 
-_MOVES = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Expand", "Identity")
+_MOVES = (*MOVES, "Slice", "Expand")
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,14 @@ def _defer(editor: ir.GraphEditor, node: gs.Node, product: _Product) -> bool:
         return False
     column = [-1] + [1] * (0 if right.rank is None else product.behind(right.rank))
     factor = left.scale * right.scale * np.float32(node.attrs.pop("alpha", 1.0))
-    out = node.outputs[0]
+    tail = node
+    if bias is None and not factor.ndim and not is_constant(node.inputs[1]):
+        # Heads are merged first: what stands between a product and that would keep it from being one with an attention.
+        tail = [node, *moved_on(editor.graph, node.outputs[0])][-1]
+    node.inputs = [left.tensor, right.tensor]
+    out = tail.outputs[0]
     products, scaled = (gs.Variable(editor.names.fresh(f"{out.name}.{n}")) for n in ("whole", "scaled"))
-    node.inputs, node.outputs = [left.tensor, right.tensor], [products]
+    tail.outputs = [products]
     scale = editor.constant(f"{out.name}.scale", factor.reshape(column) if factor.ndim else factor)
     editor.node("Mul", [products, scale], [out if bias is None else scaled], f"{out.name}.scaled")
     if bias is not None:
