@@ -11,6 +11,7 @@ from . import (
     ops_math,
     ops_movement,
     ops_random,
+    ops_scatter,
     pointwise,
     reduction,
 )
@@ -29,6 +30,7 @@ _RULES = (
     ops_math,
     ops_movement,
     ops_random,
+    ops_scatter,
     pointwise,
     reduction,
 )

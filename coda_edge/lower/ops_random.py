@@ -1,14 +1,15 @@
 """Random tensors: each element is a function of its position, of the operator, and of a number, so threads and fusion change nothing.
 
 The number is the operator's ``seed``; without one it is the run's, which the runtime draws (``docs/bundle-format.md``).
-``reference`` computes the same with NumPy.
+The function is Philox-4x32-10 (Salmon et al. 2011, *Parallel random numbers: as easy as 1, 2, 3*): the counter is position and operator,
+the key is the number. ``reference`` computes the same with NumPy.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,53 +22,61 @@ from .emit import Expr
 from .ops_math import convert
 from .registry import Application, View, constant, pointwise
 
-# SplitMix64 (Steele, Lea and Flood 2014): a step, and two rounds of shift and multiply.
-_STEP = 0x9E3779B97F4A7C15
-_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-_LAST_SHIFT = 31
+_ROUNDS = 10
+_FACTORS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
 _UNIT = 2.0**-24
 
 
-def stream(name: str, seed: float | None) -> int:
-    """What tells one random tensor from another: 64 bits of its name and of its operator's seed."""
-    own = 0 if seed is None else struct.unpack("<I", struct.pack("<f", seed))[0]
-    return zlib.crc32(name.encode()) << 32 | own
+def philox(counter: Sequence[Any], key: Sequence[Any], number: Callable[[int], Any], keep: Callable[[Any], Any]) -> Any:
+    """The first two of the four words that ``counter`` (four words) and ``key`` (two) give.
+
+    A word is 32 bits in a ``uint64`` of any kind that has operators: ``number`` makes one, ``keep`` stores one for its uses.
+    No result is beyond 64 bits, which compilers may rely on.
+    """
+    low, half = number(_LOW), number(32)
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        a, b = keep(c0 * number(_FACTORS[0])), keep(c2 * number(_FACTORS[1]))
+        c0, c1, c2, c3 = keep((b >> half) ^ c1 ^ k0), keep(b & low), keep((a >> half) ^ c3 ^ k1), keep(a & low)
+        k0, k1 = keep((k0 + number(_KEY_STEPS[0])) & low), keep((k1 + number(_KEY_STEPS[1])) & low)
+    return c0, c1
+
+
+def _seed_bits(seed: float) -> int:
+    return int(struct.unpack("<I", struct.pack("<f", seed))[0])
+
+
+def _stream(name: str) -> int:
+    """What tells one operator from another."""
+    return zlib.crc32(name.encode())
 
 
 def _bits(value: int) -> Expr:
     return tirx.const(value, "uint64")
 
 
-def _mix(x: Expr) -> Expr:
-    for shift, factor in _ROUNDS:
-        x = (x ^ (x >> _bits(shift))) * _bits(factor)
-    return x ^ (x >> _bits(_LAST_SHIFT))
-
-
-def _drawn(op: Application, indices: Sequence[Expr]) -> Expr:
-    """64 random bits for the element at ``indices``."""
+def _units(op: Application, indices: Sequence[Expr]) -> list[Expr]:
+    """Two float32 in [0, 1) for the element at ``indices``."""
+    keep, low, half = op.emit.bind, _bits(_LOW), _bits(32)
     seed = op.attribute("seed", None)
-    own = _bits(stream(op.node.outputs[0].name, seed))
-    key = own if seed is not None else own ^ tirx.Cast("uint64", op.emit.size(RUN))
-    key = op.emit.bind(_mix(key + _bits(_STEP)))
-    position = tirx.Cast("uint64", op.emit.ravel(indices, op.shape))
-    return op.emit.bind(_mix(key + (position + _bits(1)) * _bits(_STEP)))
-
-
-def _unit(bits: Expr) -> Expr:
-    """The upper 24 bits as a float32 in [0, 1)."""
-    return tirx.Cast("float32", tirx.Cast("int32", bits >> _bits(40))) * constant(_UNIT, "float32")
+    run = _bits(_seed_bits(seed)) if seed is not None else keep(tirx.Cast("uint64", op.emit.size(RUN)))
+    position = keep(tirx.Cast("uint64", op.emit.ravel(indices, op.shape)))
+    counter = [position & low, position >> half, _bits(_stream(op.node.outputs[0].name)), _bits(int(seed is not None))]
+    words = philox([*map(keep, counter)], [keep(run & low), keep(run >> half)], _bits, keep)
+    return [tirx.Cast("float32", tirx.Cast("int32", word >> _bits(8))) * constant(_UNIT, "float32") for word in words]
 
 
 @pointwise("RandomUniform", "RandomUniformLike")
 def random_uniform(op: Application) -> View:
-    """Uniform in [low, high)."""
+    """Uniform in [low, high), in steps of 2⁻²⁴ of that range."""
     low, high = float(op.attribute("low", 0.0)), float(op.attribute("high", 1.0))
 
     def at(indices: Sequence[Expr]) -> Expr:
-        return convert(
-            _unit(_drawn(op, indices)) * constant(high - low, "float32") + constant(low, "float32"), op.dtype
-        )
+        unit, _ = _units(op, indices)
+        return convert(unit * constant(high - low, "float32") + constant(low, "float32"), op.dtype)
 
     return op.result(at)
 
@@ -78,42 +87,25 @@ def random_normal(op: Application) -> View:
     mean, scale = float(op.attribute("mean", 0.0)), float(op.attribute("scale", 1.0))
 
     def at(indices: Sequence[Expr]) -> Expr:
-        bits = _drawn(op, indices)
-        radius = intrinsics.sqrt(constant(-2, "float32") * intrinsics.log(_unit(bits) + constant(_UNIT, "float32")))
-        lower = _unit(bits << _bits(24))
-        turn = intrinsics.cos(lower * constant(2 * np.pi, "float32"))
+        first, second = _units(op, indices)
+        radius = intrinsics.sqrt(constant(-2, "float32") * intrinsics.log(first + constant(_UNIT, "float32")))
+        turn = intrinsics.cos(second * constant(2 * np.pi, "float32"))
         return convert(radius * turn * constant(scale, "float32") + constant(mean, "float32"), op.dtype)
 
     return op.result(at)
 
 
-def reference(node: Any, run: int, count: int) -> npt.NDArray[np.float64]:
-    """The first ``count`` elements of the random tensor that ``node`` makes in the run of this number, in double precision.
-
-    ``node`` has ``op``, ``outputs`` and ``attrs``, as a graph's node has.
-    """
-    attrs = node.attrs
+def reference(op: str, name: str, attrs: dict[str, Any], run: int, count: int) -> npt.NDArray[np.float64]:
+    """The first ``count`` elements that operator ``op`` writes to tensor ``name`` in the run of this number, in double precision."""
     seed = attrs.get("seed")
-    with np.errstate(over="ignore"):
-        key = np.uint64(stream(node.outputs[0].name, seed)) ^ np.uint64(0 if seed is not None else run % 2**64)
-        key = _mix_numpy(key + np.uint64(_STEP))
-        bits = _mix_numpy(key + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_STEP))
-    upper = (bits >> np.uint64(40)).astype(np.float64) * _UNIT
-    if node.op.startswith("RandomUniform"):
+    number = run % 2**64 if seed is None else _seed_bits(seed)
+    position = np.arange(count, dtype=np.uint64)
+    rest = [np.full(count, value, np.uint64) for value in (_stream(name), seed is not None)]
+    counter = [position & np.uint64(_LOW), position >> np.uint64(32), *rest]
+    words = philox(counter, [np.uint64(number & _LOW), np.uint64(number >> 32)], np.uint64, lambda x: x)
+    first, second = (np.asarray(word >> np.uint64(8), np.float64) * _UNIT for word in words)
+    if op.startswith("RandomUniform"):
         low, high = attrs.get("low", 0.0), attrs.get("high", 1.0)
-        return np.asarray(upper * (high - low) + low)
-    lower = (bits >> np.uint64(16) & np.uint64(2**24 - 1)).astype(np.float64) * _UNIT
-    normal = np.sqrt(-2 * np.log(upper + _UNIT)) * np.cos(2 * np.pi * lower)
+        return np.asarray(first * (high - low) + low)
+    normal = np.sqrt(-2 * np.log(first + _UNIT)) * np.cos(2 * np.pi * second)
     return np.asarray(normal * attrs.get("scale", 1.0) + attrs.get("mean", 0.0))
-
-
-def run_number(seed: int) -> int:
-    """The number of the first run after a session was given ``seed``."""
-    with np.errstate(over="ignore"):
-        return int(_mix_numpy(np.uint64(seed) + np.uint64(_STEP)))
-
-
-def _mix_numpy(x: Any) -> Any:
-    for shift, factor in _ROUNDS:
-        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
-    return x ^ (x >> np.uint64(_LAST_SHIFT))
