@@ -123,6 +123,13 @@ CASES = {
         [sizes((2, 3)), sizes((0, 3)), sizes((3, 4))],
         [(sizes((3, 3)), "differs from 0: a Reshape of 'x'")],
     ),
+    "windows": Case(
+        "(float[b,s] x) => (float[b,w,4] y, float[b,s] z) { n = Shape <start = 1> (x) m = Div(n, four) l = Shape <end = 1> (x) "
+        "h = Concat <axis = 0> (l, m, four) r = Reshape(x, h) y = Neg(r) f = Concat <axis = 0> (l, n) g = Reshape(y, f) z = Add(x, g) }",
+        {"four": ints(4)},
+        [sizes((2, 8)), sizes((1, 12)), sizes((3, 0))],
+        [(sizes((2, 6)), "s % 4 = 2 differs from 0")],
+    ),
     "split": Case(
         "(float[b,s] x) => (float[b,2] y, float[b,3] z) { y, z = Split <axis = 1> (x, parts) }",
         {"parts": ints(2, 3)},

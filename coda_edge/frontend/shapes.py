@@ -96,7 +96,8 @@ class SymbolicInfo:
 class Equalities:
     """Sizes that were assumed equal: each later symbol is an expression in earlier ones, in order of the inputs.
 
-    A quotient or the like that cannot be solved for a symbol is known as a whole, if it equals a number.
+    A quotient or the like that cannot be solved for a symbol is known as a whole, if it equals a number, or if it is
+    rounded and has to be what it is before rounding.
     """
 
     def __init__(self, order: Iterable[sympy.Symbol]) -> None:
@@ -122,7 +123,7 @@ class Equalities:
             factor = difference.coeff(s)
             rest = sympy.expand(difference - factor * s)
             value = sympy.expand(-rest / factor) if factor in (1, -1) else None
-            if value is not None and s not in rest.free_symbols and value.is_integer and not value.is_negative:
+            if value is not None and s not in rest.free_symbols and self._is_whole(value) and not value.is_negative:
                 solutions.append((s, value))
         if not solutions:
             return self._equate_term(difference)
@@ -131,8 +132,24 @@ class Equalities:
         self.known = {k.xreplace({s: value}): v.xreplace({s: value}) for k, v in self.known.items()} | {s: value}
         return True
 
+    def _is_whole(self, value: sympy.Expr) -> bool:
+        """Whether ``value`` is an integer, given the quotients that are known to be."""
+        for quotient in self.known.values():
+            leading = next(iter(sorted(quotient.free_symbols, key=str)), None)
+            if leading is not None and not quotient.is_integer:
+                value = sympy.expand(value - value.coeff(leading) / quotient.coeff(leading) * quotient)
+        return bool(value.is_integer)
+
     def _equate_term(self, difference: sympy.Expr) -> bool:
-        """Assumes that ``difference``, a term less a number, is 0. A product of sizes is 1 only if each of them is."""
+        """Assumes that ``difference``, a term less a number or a rounded quotient less itself, is 0.
+
+        A product of sizes is 1 only if each of them is.
+        """
+        for rounded in difference.atoms(sympy.floor, sympy.ceiling):
+            exact = rounded.args[0]
+            if sympy.expand(difference - difference.coeff(rounded) * (rounded - exact)) == 0:
+                self.known[rounded] = exact
+                return True
         number, term = difference.as_coeff_Add()
         factor, term = term.as_coeff_Mul()
         value = -number / factor
@@ -232,6 +249,9 @@ class Call:
         if not terms:
             self.state.info.constraints.append(Constraint(a, "=", b, self.name))
         for term, value in terms.items():
+            if not value.is_Integer:
+                self.divisible(*sympy.fraction(sympy.together(value)), "a quotient that the node needs to be whole")
+                continue
             # The inputs' sizes don't tell it, so it must be checked when they are known: as two bounds.
             reason = f"a dimension that the node needs to be {value}"
             self.state.info.constraints.append(Constraint(term, "<=", value, self.name, reason))
