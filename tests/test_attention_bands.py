@@ -19,7 +19,7 @@ from coda_edge.symbolic import symbol
 B, SQ, SK, P = (symbol(s) for s in ("B", "Sq", "Sk", "P"))
 TARGET = VECTOR_TARGETS[0]
 LOWEST = float(np.finfo(np.float32).min)
-HEADS, GROUP, DEPTH, COLUMNS = 4, 2, 12, 20
+HEADS, GROUP, DEPTH, COLUMNS = 4, 2, 16, 20
 CAUSAL = Band(None, KEYS - QUERIES)
 WINDOW = Band(KEYS - QUERIES - 20, KEYS - QUERIES)
 AROUND = Band(-9, 9)

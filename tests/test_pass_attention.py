@@ -334,7 +334,7 @@ def test_a_sink_is_a_score_without_a_value() -> None:
     assert built_error(m, feeds) < 2e-6
 
 
-_RANKS = {
+_RANKS: dict[str, tuple[str, str, dict[str, tuple[int, ...]]]] = {
     "heads in the batch": (
         "float[2, S, 40] q, float[2, T, 40] k, float[2, T, 40] v",
         """qs = Reshape(q, split) qh = Transpose <perm = [0, 2, 1, 3]> (qs) q3 = Reshape(qh, three)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import sympy
@@ -26,7 +26,7 @@ from ..errors import ShapeError
 from ..schedule.attention import AttentionSchedule, choose_attention
 from ..symbolic import Dim, same, simplify
 from ..targets.target import Target
-from .attention_shape import AttentionShape
+from .attention_shape import AttentionShape, transposed
 from .attention_tile import AttentionKernel
 from .kernel import KernelCall, KernelSource, Packed
 
@@ -141,13 +141,6 @@ def lower_attention(
         bytes=simplify(4 * traffic),
         source=source,
     )
-
-
-def transposed(program: EpilogueProgram) -> EpilogueProgram:
-    """The program over the transposed tile: what varied over rows varies over columns."""
-    swap = {Kind.ROW: Kind.COL, Kind.COL: Kind.ROW}
-    params = tuple(replace(p, kind=swap.get(p.kind, p.kind)) for p in program.params)
-    return EpilogueProgram(params, program.steps, program.outputs)
 
 
 def _check(

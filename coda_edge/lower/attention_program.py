@@ -12,6 +12,7 @@ from ..epilogue.program import EpilogueProgram, Step
 _Known: TypeAlias = "str | float | bool"
 #: No score that softmax tells from its neighbours is larger; a mask that adds less than its negative hides.
 _LARGEST = 1e30
+_MOST = 3.4028234663852886e38
 
 
 def specialized(program: EpilogueProgram, known: Mapping[str, bool]) -> EpilogueProgram | None:
@@ -73,7 +74,9 @@ def bound(program: EpilogueProgram, known: Mapping[str, bool]) -> float:
         args = [uppers[a] if isinstance(a, str) else a for a in step.args]
         uppers[step.result] = _truth(step, args) if kinds[step.result] == "bool" else _upper(step, args)
     found = uppers[program.outputs[0].value]
-    return math.inf if found is None else float(found)
+    if found is None:
+        return math.inf
+    return float(found) if found >= -_MOST else -math.inf
 
 
 def _truth(step: Step, args: list[float | bool | None]) -> bool | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..epilogue.program import EpilogueProgram, Kind, Param
 from ..schedule.attention import AttentionSchedule
 from .attention_program import bound, specialized
 
+LOWEST = -3.4028234663852886e38
+"""No finite float32 is lower."""
 #: Beyond this distance below the largest score of a query the exponential is 0.
 _NOTHING = 104.0
 
@@ -64,6 +66,11 @@ class AttentionShape:
         limit = max(self.hiding.values(), default=-math.inf)
         return limit if math.isinf(limit) else limit + _NOTHING
 
+    @property
+    def few(self) -> int:
+        """Up to how many queries an item's are done one by one; none if a row of keys is not whole vectors."""
+        return 3 if self.depth % self.schedule.lanes == 0 and self.schedule.lanes > 1 else 0
+
     @cached_property
     def per_query(self) -> tuple[str, ...]:
         """Operands with one value a query: read once an item."""
@@ -75,7 +82,7 @@ class AttentionShape:
         s = self.schedule
         sizes = {
             "q": self.depth * s.queries,
-            "p": (s.keys + s.key_rows - 1) * s.queries,
+            "p": max((s.keys + s.key_rows - 1) * s.queries, s.keys + s.lanes),
             "max": s.queries,
             "new_max": s.queries,
             "sum": s.queries,
@@ -93,3 +100,10 @@ class AttentionShape:
     def scratch(self) -> int:
         """float32 of scratch."""
         return self.layout["end"]
+
+
+def transposed(program: EpilogueProgram) -> EpilogueProgram:
+    """The program over the transposed tile: what varied over rows varies over columns."""
+    swap = {Kind.ROW: Kind.COL, Kind.COL: Kind.ROW}
+    params = tuple(replace(p, kind=swap.get(p.kind, p.kind)) for p in program.params)
+    return EpilogueProgram(params, program.steps, program.outputs)

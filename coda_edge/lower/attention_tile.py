@@ -11,12 +11,12 @@ from tvm import tirx
 
 from ..epilogue.program import EpilogueProgram, Kind
 from ..epilogue.tir import STORAGE, Evaluator, Place, cast
-from .attention_shape import AttentionShape
+from .attention_row import RowBlocks, RowKeys, RowOperands
+from .attention_shape import LOWEST, AttentionShape, transposed
 from .body import Body, Buffer, Expr, external, f32, index, load, ramp, widen
 from .intrinsics import exp_of_negative, select
 
 _SIDES = ("first", "last")
-_LOWEST = -3.4028234663852886e38
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,29 @@ class AttentionKernel:
             with body.loop(0, tirx.max(blocks, index(0)), "block") as block:
                 first = body.let(low + block * size, "first_key")
                 count = body.let(tirx.min(high - first, index(size)), "key_count")
-                self._scores(keys, first, count)
-                self._probabilities(count)
-                self._values(keys, first, count)
+                few = self.shape.few
+                with body.when(self.count <= index(few) if few else False):
+                    self._rows(keys, first, count)
+                with body.when(self.count > index(few)):
+                    self._scores(keys, first, count)
+                    self._probabilities(count)
+                    self._values(keys, first, count)
+
+    def _rows(self, keys: _Keys, first: Expr, count: Expr) -> None:
+        """The block for few queries."""
+        body, shape = self.body, self.shape
+        given = RowOperands(
+            self.q, self.scratch, self._at, self.operands, self.bases, self.strides, self.bands, self.keys
+        )
+        blocks = RowBlocks(shape, transposed(shape.program), body, given)
+        k, v = (
+            body.let((row + first - keys.first) * width, "start")
+            for row, width in ((keys.k_row, shape.depth), (keys.v_row, shape.columns))
+        )
+        with body.loop(0, self.count, "row") as row:
+            query = body.let(self.first + row, "query")
+            q_start = body.let((self._head_of("q") * self.queries + query) * shape.depth, "q_start")
+            blocks.block(row, query, q_start, RowKeys(keys.k, keys.v, first, count, k, v))
 
     def _at(self, array: str, offset: Expr | int) -> Expr:
         return index(self.shape.layout[array]) + offset
@@ -181,7 +201,7 @@ class AttentionKernel:
             most, total = widen(f32(-math.inf), s.lanes), widen(f32(0), s.lanes)
             if self.shape.sink:
                 most = body.let(self._per_query("sink", vector), "sink")
-                total = select(most < f32(_LOWEST), 0.0, widen(f32(1), s.lanes))
+                total = select(most < f32(LOWEST), 0.0, widen(f32(1), s.lanes))
             for array, value in (("max", most), ("new_max", most), ("sum", total)):
                 body.store(self.scratch, self._at(array, vector * s.lanes), value)
         with body.loop(0, self.count, "row") as row, body.loop(0, self.shape.columns, "column") as column:
@@ -325,7 +345,7 @@ class AttentionKernel:
             old = body.let(load(self.scratch, self._at("max", column), s.lanes), "old")
             new = body.let(load(self.scratch, self._at("new_max", column), s.lanes), "new")
             # A row of -inf so far: exp(-inf - 0) is 0, where -inf - -inf would be NaN.
-            shift = body.let(select(new < f32(_LOWEST), 0.0, new), "shift")
+            shift = body.let(select(new < f32(LOWEST), 0.0, new), "shift")
             correction = body.let(exp_of_negative(old - shift), "correction")
             body.store(self.scratch, self._at("max", column), new)
             body.store(self.scratch, self._at("correction", column), correction)
