@@ -273,11 +273,18 @@ def _heads(graph: gs.Graph, tensor: gs.Variable, reshape: gs.Node) -> tuple[gs.N
     split = shape(out)
     if same_shape(split, (dims[0], 1, *dims[1:])):
         return (reshape,)
+    users = consumers(out)
+    alone = len(users) == 1 and users[0].op == "Transpose" and not is_output(graph, out)
+    if (
+        alone
+        and same_shape(split, (*dims[:2], 1, dims[2]))
+        and same_shape(shape(users[0].outputs[0]), (dims[0], 1, *dims[1:]))
+    ):
+        return (reshape, users[0])
     wide = [i for i, d in enumerate(split) if i < 2 or not same(d, 1)]
     if len(wide) != 4 or not same_shape(split[:2], dims[:2]) or not isinstance(split[wide[3]], int):
         return None
-    users = consumers(out)
-    if len(users) != 1 or is_output(graph, out) or users[0].op != "Transpose":
+    if not alone:
         return None
     perm = [int(p) for p in users[0].attrs["perm"]]
     moved = [wide.index(p) for p in perm if p in wide]

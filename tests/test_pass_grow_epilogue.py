@@ -215,6 +215,16 @@ def test_heads_with_an_axis_of_one_are_stored_as_heads(kept: bool) -> None:
     assert done.error({"x": normal(3, 7, 12)}) < 2e-6
 
 
+def test_a_single_head_is_stored_as_a_head_where_its_axis_moves() -> None:
+    m = model(
+        "g (float[B, S, 12] x) => (float[B, 1, S, 24] y) { p = MatMul(x, w) r = Reshape(p, single) y = Transpose <perm = [0, 2, 1, 3]> (r) }",
+        _CONSTANTS | {"single": np.array([0, 0, 1, 24])},
+    )
+    done = rewrite(m, [grow_epilogue.PASS])
+    assert done.ops() == {"Gemm": 1}
+    assert done.error({"x": _FEEDS["x"]}) < 2e-6
+
+
 def test_ranges_of_a_range_are_ranges() -> None:
     m = model(
         """g (float[B, S, 12] x) => (float[B, S, 8] y, float[B, S, 8] z) {

@@ -187,6 +187,17 @@ def test_pairs_lie_in_parts_of_the_head(case: str) -> None:
     check(done, 4, True)
 
 
+def test_heads_of_a_packed_product_whose_halves_are_ranges_of_it() -> None:
+    """One head of keys between queries and values: its halves could be taken from the product, but it is read whole too."""
+    body = f"""p = MatMul(x, w) k = Slice(p, i8, i16, last) r = Reshape(k, split1) t = Transpose <perm = [0, 2, 1, 3]> (r)
+        q = Slice(p, i0, i8, last) {_WHOLE} {_HALVES}"""
+    out = f"float[B, 1, S, {_D}] y, float[B, S, 8] q"
+    done = rewrite(model(graph(body, _D, True, out), _CONSTANTS | {"i16": ints(16)}), PIPELINE)
+    assert done.ops() == {"Gemm": 1, "Map": 2}, "halves of cosines and of sines"
+    assert "halves" in str(program(done))
+    check(done, _D, True)
+
+
 def test_pairs_that_lie_otherwise_are_refused() -> None:
     """Column 0 with 3 and 1 with 2."""
     body = """l = Slice(t, i0, i2, last) h = Slice(t, i2, i4, last) rest = Slice(t, i4, i8, last) back = Gather <axis = 3> (h, swap)

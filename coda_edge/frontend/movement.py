@@ -262,8 +262,13 @@ def _number(editor: ir.GraphEditor, tensor: gs.Constant) -> gs.Constant:
 
 
 def _hoist_slice(graph: gs.Graph, emitter: SizeEmitter, views: dict[str, View], node: gs.Node) -> int:
-    """Slices the source of a chain instead of its end, where the slice is one range of a source axis."""
+    """Slices the source of a chain instead of its end, where the slice is one range of a source axis.
+
+    What others read whole is arranged anyway: parts of that (halves of a head that is rotated) stay parts of it.
+    """
     view = views.get(node.inputs[0].name)
+    if any(u.op != "Slice" for u in ir.consumers(node.inputs[0])) or ir.is_output(graph, node.inputs[0]):
+        return 0
     bounds = [ir.constant_value(t) for t in node.inputs[1:]]
     if view is None or any(b is None or b.size != 1 for b in bounds) or len(bounds) != 3:
         return 0
