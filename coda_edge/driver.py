@@ -19,6 +19,7 @@ from .bundle import plan as plans
 from .bundle import writer
 from .calibrate import measure_on
 from .inputs import bound_specs, default_sizes
+from .noise import seeded
 from .passes import PIPELINE, Pass, PassLog, run_pipeline
 from .report import Report
 from .session import Session
@@ -58,7 +59,7 @@ def optimize(
     """Rewrites ``model`` into GEMM-plus-epilogue kernels for ``target`` and packages them.
 
     ``shapes`` pins input dimensions; all others stay symbolic. ``verify`` compares the bundle with onnxruntime on made-up inputs; with
-    ``"each"``, the graph after every pass too. ``progress(stage, fraction)`` hears how far each stage is.
+    ``"each"``, the graph after every pass too (but that of a model that draws random numbers, as each run of it differs). ``progress(stage, fraction)`` hears how far each stage is.
 
     Raises InvalidModel, ShapeError, UnsupportedOperator, TargetError, or VerificationError naming the pass or stage.
     """
@@ -79,7 +80,7 @@ def optimize(
     if verify:
         tell("reference", 0.0)
         path = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
-        verifier = Verifier.of_model(loaded, specs, path, normal.allows)
+        verifier = Verifier.of_model(loaded, specs, path, normal.allows, frontend.decided_by_data(graph))
     log = _rewrite(graph, verifier, verify == "each", tell)
     tell("export", 0.0)
     exported = export.to_model(graph)
@@ -100,11 +101,14 @@ def optimize(
         features=chosen.features,
     )
     error = None
+    sizes = dict(verifier.sizes) if verifier is not None else default_sizes(specs)
     if verifier is not None and not chosen.missing():
         tell("verify", 0.0)
         with Session(writer.to_bytes(bundle), threads=1) as session:
-            error = verifier.check(session.run, f"the bundle for {chosen.name}")
-    sizes = verifier.sizes if verifier is not None else default_sizes(specs)
+            run = seeded(session)
+            error = verifier.check(run, f"the bundle for {chosen.name}")
+            run(verifier.names, verifier.cases[0][0])
+            sizes |= session.data_sizes
     tell("done", 1.0)
     report = replace(
         account(loaded, graph, log, lowered, sizes),
@@ -119,7 +123,7 @@ def optimize(
 def _rewrite(graph: gs.Graph, verifier: Verifier | None, each: bool, tell: Progress) -> PassLog:
     def after(done: Pass) -> None:
         tell(f"pass {done.name}", (PIPELINE.index(done) + 1) / len(PIPELINE))
-        if verifier is not None and each:
+        if verifier is not None and each and not verifier.random:
             candidate = ort_session(export.to_model(graph))
             verifier.check(lambda names, feeds: candidate.run(list(names), dict(feeds)), f"pass {done.name}")
 

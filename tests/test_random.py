@@ -59,7 +59,7 @@ def test_moments_and_independence() -> None:
         assert abs(normal.mean()) < 5 / count**0.5 and abs(normal.std() - 1) < 5 / count**0.5
         assert abs((normal**3).mean()) < 20 / count**0.5 and abs((normal**4).mean() - 3) < 50 / count**0.5
     assert abs(u.mean() - 0.5) < 2 / count**0.5 and abs(u.std() - 12**-0.5) < 2 / count**0.5
-    assert 0 <= u.min() and u.max() < 1 and abs(c.mean() - 0.3) < 3 / count**0.5
+    assert u.min() >= 0 and u.max() < 1 and abs(c.mean() - 0.3) < 3 / count**0.5
     pairs = [(n, m), (n, u), (n, second[0]), (n[:, 1:], n[:, :-1]), (n[1:], n[:-1]), (n**2, m**2)]
     for a, b in pairs:
         assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 5 / count**0.5

@@ -23,6 +23,15 @@ def known_symbols(graph: gs.Graph, info: SymbolicInfo) -> set[sympy.Symbol]:
     return input_symbols(graph) | {symbol(name) for name in info.data}
 
 
+def decided_by_data(graph: gs.Graph) -> frozenset[str]:
+    """The outputs whose shapes the inputs' shapes do not tell."""
+    known = input_symbols(graph)
+    shapes = {t.name: ir.shape(t) for t in graph.outputs}
+    return frozenset(
+        n for n, dims in shapes.items() if any(not isinstance(d, int) and d.free_symbols - known for d in dims)
+    )
+
+
 class ConstraintSet:
     """Constraints other than equalities, each once, in the sizes that are left after all equalities found since."""
 

@@ -88,7 +88,10 @@ def package(
     if verify:
         tell("verify", 0.0)
         specs = bound_specs(loaded, normal.graph)
-        error = _verify(Verifier.of_model(loaded, specs, allowed=normal.allows), exported, library, chosen)
+        by_data = frontend.decided_by_data(normal.graph)
+        verifier = Verifier.of_model(loaded, specs, allowed=normal.allows, by_data=by_data)
+        # onnxruntime draws other random numbers each time: there is nothing to compare with.
+        error = None if verifier.random else _verify(verifier, exported, library, chosen)
     tell("done", 1.0)
     return Packaged(exported, library, named, claims.left, error)
 
