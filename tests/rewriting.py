@@ -38,19 +38,32 @@ class Rewritten:
         (node,) = [n for n in self.graph.nodes if n.op == op]
         return node
 
+    def outputs(self, feeds: Mapping[str, Array]) -> list[Array]:
+        """What the rewritten graph gives in onnxruntime."""
+        return run(export.to_model(self.graph), feeds)
+
     def error(self, feeds: Mapping[str, Array]) -> float:
         """Worst |difference| of the rewritten graph to the model, both in onnxruntime, over the largest |output|."""
         expected = run(self.model, feeds)
-        found = run(export.to_model(self.graph), feeds)
+        found = self.outputs(feeds)
         return max(
             float(np.abs(a.astype(np.float64) - b).max()) / (float(np.abs(b).max()) or 1.0)
             for a, b in zip(found, expected, strict=True)
         )
 
 
-def model(text: str, constants: Mapping[str, Array] | None = None, opset: int = 20) -> onnx.ModelProto:
-    """The model whose graph is ``text`` in ONNX's own syntax, with float32 or int64 ``constants`` as initializers."""
-    made = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : {opset}]>\n{text}')
+def model(
+    text: str,
+    constants: Mapping[str, Array] | None = None,
+    opset: int = 20,
+    domains: Mapping[str, int] | None = None,
+) -> onnx.ModelProto:
+    """The model whose graph is ``text`` in ONNX's own syntax, with float32 or int64 ``constants`` as initializers.
+
+    ``domains``: versions of other domains than ONNX's own.
+    """
+    imports = ", ".join(f'"{name}" : {version}' for name, version in {"": opset, **(domains or {})}.items())
+    made = onnx.parser.parse_model(f"<ir_version: 10, opset_import: [{imports}]>\n{text}")
     for name, value in (constants or {}).items():
         made.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
     onnx.checker.check_model(made)
