@@ -183,7 +183,9 @@ def inspect_bundle(path: Path) -> BundleView:
     plan = bundle.plan
     inputs, outputs = (tuple(_tensor_view(t, plan.exprs) for t in side) for side in (plan.inputs, plan.outputs))
     specs = [InputSpec(i.name, i.dtype, tuple(parse_dim(_number(d)) for d in i.shape)) for i in inputs]
-    sizes = default_sizes(specs)
+    # Where data decides sizes, those of the run that was verified are kept with the bundle.
+    kept = [size.split("=") for size in bundle.metadata.get("sizes", "").split()]
+    sizes = {name: int(size) for name, size in kept} or default_sizes(specs)
     values = plan.exprs.evaluate(sizes)
     return BundleView(
         file=str(path),

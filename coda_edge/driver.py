@@ -109,6 +109,8 @@ def optimize(
             error = verifier.check(run, f"the bundle for {chosen.name}")
             run(verifier.names, verifier.cases[0][0])
             sizes |= session.data_sizes
+    if lowered.plan.reads:
+        bundle.metadata["sizes"] = " ".join(f"{name}={size}" for name, size in sizes.items())
     tell("done", 1.0)
     report = replace(
         account(loaded, graph, log, lowered, sizes),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from rewriting import model
 import coda_edge
 from coda_edge import frontend, noise
 from coda_edge.bundle import to_bytes
+from coda_edge.cli_inspect import inspect_bundle
 from coda_edge.errors import VerificationError
 from coda_edge.inputs import bound_specs
 from coda_edge.onnxruntime import package
@@ -106,3 +108,11 @@ def test_onnxruntime_keeps_what_data_decides() -> None:
     assert any("does not follow from its inputs' shapes" in why for why in packaged.functions.values())
     assert packaged.operators
     assert package(model(RANDOM, NUMBERS)).max_rel_error is None
+
+
+def test_reports_use_the_sizes_of_the_verified_run(tmp_path: Path) -> None:
+    made = coda_edge.optimize(model(RANDOM, NUMBERS))
+    made.save(tmp_path / "m.coda")
+    view = inspect_bundle(tmp_path / "m.coda")
+    assert view.sizes == made.report.sizes
+    assert sum(s.bytes for s in view.steps) == made.report.bytes_after
