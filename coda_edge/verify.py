@@ -10,6 +10,7 @@ note says so.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ TOLERANCE = 1e-4
 ROUNDING = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 #: Lengths tried, longest first, until onnxruntime runs the model: position tables and reshapes bound them.
 LENGTHS = (128, 64, 32, 16, 8, 4, 1)
+#: For each length, the batches tried: a model may need more entries than one.
+BATCHES = (1, 3)
 #: The cases of a check: batch, length as a share of the longest that runs, and padding.
 CASES: tuple[tuple[int, float, Padding], ...] = (
     (1, 1.0, "none"),
@@ -293,8 +296,8 @@ def _longest(
     names: Sequence[str],
     allowed: Callable[[Mapping[str, int]], bool],
 ) -> tuple[int, dict[str, int]]:
-    for length in LENGTHS:
-        sizes = default_sizes(specs, 1, length)
+    for length, batch in itertools.product(LENGTHS, BATCHES):
+        sizes = default_sizes(specs, batch, length)
         if allowed(sizes) and _try(session, names, generate_inputs(specs, sizes)) is not None:
             return length, sizes
     raise VerificationError(

@@ -123,6 +123,18 @@ CASES = {
         [sizes((2, 3)), sizes((0, 3)), sizes((3, 4))],
         [(sizes((3, 3)), "differs from 0: a Reshape of 'x'")],
     ),
+    "largest two": Case(
+        "(float[b,s] x) => (float[b,2] y, int64[b,2] i) { y, i = TopK <axis = 1> (x, two) }",
+        {"two": ints(2)},
+        [sizes((2, 5)), sizes((3, 2)), sizes((0, 2))],
+        [(sizes((2, 1)), "s = 1 is below 2: the elements to choose from")],
+    ),
+    "midpoints": Case(
+        "(float[b,s] x) => (float[b,s] y) { n = Shape <start = 1> (x) l = Squeeze(n) f = Cast <to = 1> (l) "
+        "c = Range(half, f, one) y = Add(x, c) }",
+        {"half": np.array(0.5, np.float32), "one": np.array(1, np.float32)},
+        [sizes((2, 5)), sizes((2, 1)), sizes((2, 0))],
+    ),
     "windows": Case(
         "(float[b,s] x) => (float[b,w,4] y, float[b,s] z) { n = Shape <start = 1> (x) m = Div(n, four) l = Shape <end = 1> (x) "
         "h = Concat <axis = 0> (l, m, four) r = Reshape(x, h) y = Neg(r) f = Concat <axis = 0> (l, n) g = Reshape(y, f) z = Add(x, g) }",

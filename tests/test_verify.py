@@ -115,3 +115,14 @@ def test_nudging_moves_float_weights_by_about_a_rounding() -> None:
         (w2, s2, *_) = (onnx.numpy_helper.to_array(i) for i in moved.graph.initializer)
         assert np.abs(w2 / w - 1).max() < 1e-5 and abs(s2 / s - 1) < 1e-5
         assert (w2 != w).any() or s2 != s
+
+
+def test_a_model_that_needs_more_entries_than_one() -> None:
+    """The best two of the entries: there is no result for a batch of one."""
+    best = model(
+        "g (float[n, 4] x) => (float[2, 4] y) { y, i = TopK <axis = 0> (x, k) }",
+        {"k": np.array([2])},
+    )
+    verifier = Verifier.of_model(best, input_specs(best))
+    assert verifier.sizes["n"] == 3
+    assert verifier.check(_run(best), "the model") == 0.0

@@ -317,6 +317,11 @@ def _range(call: Call) -> list[Type]:
     first, last, step = map(exact, (start.item(), limit.item(), delta.item()))
     if all(isinstance(v, int | float) for v in (first, last, step)):
         return [(call.dtype(), (max(int(np.ceil((last - first) / step)), 0),))]
+    if any(isinstance(v, float) for v in (first, last, step)):
+        first, last, step = (sympy.Rational(v) if isinstance(v, float) else v for v in (first, last, step))
+        count = simplify(sympy.ceiling((last - first) / step))
+        call.at_most(0, count, "the length of a range")
+        return [(call.dtype(), (count,))]
     low, high = (last, first) if isinstance(step, int | float) and step < 0 else (first, last)
     if call.of_data(low) or call.of_data(high):
         later = _later(low, high)

@@ -197,6 +197,8 @@ def _top_k(call: Call) -> list[Type]:
     dims = list(call.shape())
     k = call.sizes(1)
     axis = call.axis(call.attr("axis", -1), len(dims))
+    if k is not None:
+        call.at_most(k.item(), dims[axis], f"the elements to choose from: {call.axis_of(axis)}")
     dims[axis] = call.fresh(axis) if k is None else k.item()
     return [(call.dtype(), tuple(dims)), (INT64, tuple(dims))]
 
