@@ -13,20 +13,14 @@ import onnx_graphsurgeon as gs
 from . import frontend
 from .frontend.fold import fold_constants, inline_constants
 from .frontend.half import import_sized
-from .ir import DOMAIN, VIEWS, constant_value, consumers, producer, shape
+from .ir import DOMAIN, constant_value, shape
 from .passes import PassLog
-from .report import Fused, Report, Unfused
+from .report import Fused, Report
 from .symbolic import Dim, evaluate
+from .why import unfused
 
 if TYPE_CHECKING:
     from .lower import Lowered
-
-#: Why a kernel is neither a GEMM nor an attention, by where in the model it is.
-_REASONS = {
-    "input": "computed from the model's inputs, before any GEMM",
-    "output": "a model output that needs whole rows' statistics of the last GEMM",
-    "other": "no GEMM's epilogue reaches it",
-}
 
 
 def account(
@@ -97,44 +91,3 @@ def _title(node: gs.Node) -> str:
         dims = shape(node.inputs[0])
         return f"attention, {dims[1]} heads of {dims[3]}"
     return "map"
-
-
-def unfused(graph: gs.Graph, log: PassLog) -> list[Unfused]:
-    """Kernels that are neither GEMM nor attention, each with the reason."""
-    info = frontend.infer(graph)
-    found = []
-    for node in graph.nodes:
-        if node.domain == DOMAIN and node.op in ("Gemm", "Attention"):
-            continue
-        if all(o.name in info.values for o in node.outputs) or (not node.domain and node.op in VIEWS):
-            continue
-        body = [n.op for n in node.attrs["body"].nodes] if node.op == "Map" else [node.op]
-        said = [r for n in _names(node) for r in log.reasons(n)]
-        found.append(
-            Unfused("+".join(dict.fromkeys(body)), node.name, said[0] if said else _REASONS[_place(graph, node)])
-        )
-    return found
-
-
-def _names(node: gs.Node) -> list[str]:
-    return [node.name, *(n.name for n in node.attrs["body"].nodes)] if node.op == "Map" else [node.name]
-
-
-def _place(graph: gs.Graph, node: gs.Node) -> str:
-    """Where in the model a node is: fed by inputs alone, feeding outputs alone, or between."""
-    if not _behind_gemm(node):
-        return "input"
-    return "output" if all(not consumers(o) for o in node.outputs) else "other"
-
-
-def _behind_gemm(node: gs.Node) -> bool:
-    stack, seen = [node], set()
-    while stack:
-        n = stack.pop()
-        if id(n) in seen:
-            continue
-        seen.add(id(n))
-        if n is not node and n.domain == DOMAIN and n.op == "Gemm":
-            return True
-        stack.extend(s for s in (producer(t) for t in n.inputs) if s is not None)
-    return False

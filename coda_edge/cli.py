@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from rich.console import Console
@@ -25,6 +25,7 @@ from .files import creatable, existing, load_arrays, save_arrays
 
 if TYPE_CHECKING:
     from .bench import BenchResult
+    from .driver import Verify
     from .inputs import Feeds, InputSpec
     from .report import Report
     from .session import Session
@@ -112,6 +113,13 @@ def main() -> None:
 @click.option("--onnx", "onnx_output", type=_PATH, help="Also write the optimized graph as ONNX.")
 @click.option("--target", default="native", show_default=True, help="What to build for; see coda-edge targets.")
 @_shape_option
+@click.option(
+    "--verify",
+    type=click.Choice(["once", "each"]),
+    default="once",
+    show_default=True,
+    help="Compare with onnxruntime at the end, or after every pass too, so that a wrong one is named.",
+)
 @click.option("--no-verify", is_flag=True, help="Neither compare with onnxruntime nor time against it.")
 @_json_option
 def optimize(
@@ -120,6 +128,7 @@ def optimize(
     onnx_output: Path | None,
     target: str,
     shapes: Shapes,
+    verify: Literal["once", "each"],
     no_verify: bool,
     as_json: bool,
 ) -> None:
@@ -130,8 +139,9 @@ def optimize(
     if onnx_output:
         creatable(onnx_output)
     with _progress() as advance:
+        checked: Verify = not no_verify and (verify == "once" or "each")
         optimized = run_optimize(
-            existing(model), target=target, shapes=shapes or None, verify=not no_verify, progress=advance
+            existing(model), target=target, shapes=shapes or None, verify=checked, progress=advance
         )
         optimized.save(bundle)
         if onnx_output:
@@ -203,12 +213,14 @@ def bench(
 
 @main.command()
 @click.argument("file", type=_PATH)
+@click.option("--why", is_flag=True, help="Show what optimizing the model would leave outside GEMMs, and why.")
 @_json_option
-def inspect(file: Path, as_json: bool) -> None:
+def inspect(file: Path, why: bool, as_json: bool) -> None:
     """Shows what is in FILE: a bundle (.coda) or an ONNX model."""
     from .cli_inspect import inspect_file
+    from .cli_why import inspect_why
 
-    found = inspect_file(existing(file))
+    found = inspect_why(existing(file)) if why else inspect_file(existing(file))
     if as_json:
         _print_json(found.to_json())
     else:

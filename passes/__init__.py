@@ -20,6 +20,7 @@ from . import (
     split_columns,
 )
 from .base import Measure, Pass, PassLog, Refusal
+from .check import check
 
 __all__ = ["PIPELINE", "Measure", "Pass", "PassLog", "Refusal", "run_pipeline"]
 
@@ -43,13 +44,17 @@ PIPELINE: tuple[Pass, ...] = (
 def run_pipeline(
     graph: gs.Graph, after_each: Callable[[Pass], None] | None = None, measure: Measure | None = None
 ) -> PassLog:
-    """Runs all passes on ``graph`` in place and returns their log.
+    """Runs all passes on ``graph`` in place and returns their log. Raises VerificationError, naming the pass, if one leaves a broken graph.
 
     ``after_each`` is called after every pass, with it. ``measure`` gives passes the numbers that their accuracy depends on.
     """
     log = PassLog(measure=measure)
+    for node in graph.nodes:
+        # The log tells nodes apart by their names.
+        node.name = node.name or node.outputs[0].name
     for p in PIPELINE:
         log.rewrites[p.name] = log.rewrites.get(p.name, 0) + p.run(graph, log)
+        check(graph, f"pass {p.name}")
         if after_each is not None:
             after_each(p)
     return log

@@ -11,8 +11,8 @@ Rule: Reshape(Reshape(x)) is one Reshape of x, or x itself if the shape is x's. 
 So exporters that flatten ``[B, S, K]`` to ``[B·S, K]`` around each projection, or around each layer, leave no trace.
 
 Conditions: the target of the Reshape that moves is a constant; x has at least two dimensions. A second target that copies dimensions
-(0) must be known in numbers. Where r has more dimensions than x, only operators of r alone count, no reductions: what is laid out
-by position or head stays so.
+(0) must be known in numbers. Where r has more dimensions than x, or x more than three, only operators of r alone count, no reductions:
+heads are laid out from ``[B, S, K]``, so what has that form keeps it.
 Refused: moving a Reshape that is a graph output, or one whose readers are not all of these kinds: it would be kept beside its copies.
 """
 
@@ -84,7 +84,7 @@ class _Region:
         self.nodes: list[gs.Node] = []
         self._reshape = reshape
         self._before, self._after = shape(reshape.inputs[0])[:-1], shape(reshape.outputs[0])[:-1]
-        self._joint = len(self._before) >= len(self._after)
+        self._joint = 2 >= len(self._before) >= len(self._after)
         self._inside = {id(reshape.outputs[0])}
         self._rows: dict[int, Tensor] = {id(reshape.outputs[0]): reshape.inputs[0]}
         waiting = consumers(reshape.outputs[0])

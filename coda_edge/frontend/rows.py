@@ -48,7 +48,7 @@ def _behind_product(emitter: SizeEmitter, node: gs.Node, data: gs.Variable, view
         return None
     ordered = View(view.root, view.source, [*groups, view.axes[-1]])
     gain = len(plan(view)) - len(plan(ordered))
-    if gain < 0 or (gain == 0 and not _is_rearranged(node)):
+    if gain < 0 or (gain == 0 and not _is_rearranged(node)) or (plan(view) and _splits_heads(node)):
         return None
     rows = write(emitter, ordered, data.name)
     width = int(weight.shape[1])
@@ -56,6 +56,24 @@ def _behind_product(emitter: SizeEmitter, node: gs.Node, data: gs.Variable, view
     result = emitter.editor.apply("MatMul", [rows, weight], dims, node.outputs[0].name)
     column = [Atom(width)] if width != 1 else []
     return View(result, [*groups, column], [*view.axes[:-1], column])
+
+
+def _splits_heads(node: gs.Node) -> bool:
+    """Whether all that becomes of ``node``, but for operators on its columns, is ``[A, B, H·D]`` as ``[A, H, B, D]``.
+
+    A product stores its result so at no cost, and several of them share one rearrangement before.
+    """
+    out = node.outputs[0]
+    users = ir.consumers(out)
+    if len(users) != 1 or len(ir.shape(out)) != 3:
+        return False
+    user = users[0]
+    if user.op in _COLUMNWISE and _has_column(user):
+        return _splits_heads(user)
+    turned = ir.consumers(user.outputs[0]) if user.op == "Reshape" else []
+    split = ir.shape(user.outputs[0])
+    heads = len(split) == 4 and ir.same_shape(split[:2], ir.shape(out)[:2])
+    return heads and len(turned) == 1 and turned[0].attrs.get("perm") in ([0, 2, 1, 3], [0, 2, 3, 1])
 
 
 def _is_rearranged(node: gs.Node) -> bool:

@@ -1,7 +1,8 @@
 """Transposes that cancel through elementwise operators and reductions.
 
 ``T₂(f(T₁(a), T₁(b), c))`` is ``f(a, b, T₂(c))`` where T₂ undoes T₁ and ``f`` is any tree of elementwise operators with
-constants ``c``, and of reductions that keep their axes: a norm over channels that come first is one over channels that come last. It happens only if every leaf that is no constant cancels, so it never adds a transpose.
+constants ``c``, and of reductions that keep their axes: a norm over channels that come first is
+one over channels that come last, never the other way. It happens only if every leaf that is no constant cancels, so it never adds a transpose.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _tree(root: gs.Node, undone: list[int]) -> list[gs.Node] | None:
             if source.op == "Transpose" and not source.domain:
                 if list(source.attrs.get("perm", ())) != undone:
                     return False
-            elif not (source.op in ir.ELEMENTWISE or _keeps_axes(source)) or not visit(source):
+            elif not (source.op in ir.ELEMENTWISE or _turns(source, undone)) or not visit(source):
                 return False
         order.append(node)
         return True
@@ -67,10 +68,12 @@ def _tree(root: gs.Node, undone: list[int]) -> list[gs.Node] | None:
     return order if visit(root) else None
 
 
-def _keeps_axes(node: gs.Node) -> bool:
-    """Whether ``node`` reduces axes that are known and stay as 1."""
+def _turns(node: gs.Node, undone: list[int]) -> bool:
+    """Whether ``node`` reduces axes that are known and stay as 1; of the last axis only if it is the last one afterwards too."""
     kept = node.op in _REDUCTIONS and node.attrs.get("keepdims", 1) and len(node.inputs) == 2
-    return bool(kept) and ir.constant_value(node.inputs[1]) is not None
+    axes = ir.constant_value(node.inputs[1]) if kept else None
+    last = len(undone) - 1
+    return axes is not None and (last not in axes or last in [undone[a] for a in axes.tolist()])
 
 
 def _operand(b: Builder, tensor: ir.Tensor, made: dict[str, ir.Tensor], perm: list[int]) -> ir.Tensor:
