@@ -27,7 +27,7 @@ from .passes import run_pipeline
 from .report import Unfused
 from .verify import Verifier, ort_session
 from .why import unfused
-from .why import unfused
+
 
 #: ``build``: kernels are built and run. ``onnx``: the rewritten graph is run in onnxruntime. ``none``: nothing is run.
 Depth = Literal["build", "onnx", "none"]
