@@ -1,11 +1,10 @@
-"""Pooling, transposed convolution and resizing, written in operators that kernels exist for.
+"""Pooling and transposed convolution, written in operators that kernels exist for.
 
 | operator | becomes |
 |---|---|
 | MaxPool, AveragePool, LpPool | Pad, a Slice for each tap, and their maximum or sum: elementwise, so it fuses with what follows |
 | ConvTranspose, kernel = stride | a matrix product for every pixel, its columns rearranged to the patch |
 | ConvTranspose otherwise | zeros between the elements, then a convolution by the mirrored kernel |
-| Resize, sizes known | a matrix product along each resized axis; the matrix is what Resize makes of the identity |
 
 Sources: ONNX operators of these names, opsets 18 to 22.
 """
@@ -18,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import onnx
-import onnx_graphsurgeon as gs
 
 from .. import ir
 from .builder import Builder, decomposition
@@ -27,8 +24,6 @@ from .sizes import TO_END
 
 # Each tap is an operand of an elementwise chain; windows of more go axis by axis.
 _MOST_TAPS = 32
-# A resizing matrix is dense: beyond this length an axis is not worth one.
-_LONGEST_AXIS = 2048
 
 
 @dataclass(frozen=True)
@@ -130,34 +125,56 @@ def _count(b: Builder, window: _Window) -> ir.Tensor | float:
 
 @decomposition("ConvTranspose")
 def _conv_transpose(b: Builder) -> ir.Tensor | None:
-    weight = ir.constant_value(b.node.inputs[1])
-    if weight is None or b.attr("auto_pad", "NOTSET") != "NOTSET" or b.attr("output_shape", None):
-        return None
-    count = weight.ndim - 2
-    kernel = list(weight.shape[2:])
+    """The weight ``[C, O/g, *kernel]`` becomes that of a convolution: taps mirrored, filters by output channel."""
+    weight, group = b.node.inputs[1], b.attr("group", 1)
+    channels, filters, *kernel = ir.shape(weight)
+    count = len(kernel)
     strides = list(b.attr("strides", None) or [1] * count)
     dilations = list(b.attr("dilations", None) or [1] * count)
-    pads = list(b.attr("pads", None) or [0] * (2 * count))
     extra = list(b.attr("output_padding", None) or [0] * count)
-    group = b.attr("group", 1)
+    if not all(isinstance(d, int) for d in (channels, filters, *kernel)):
+        return None
+    reach = [d * (int(k) - 1) for d, k in zip(dilations, kernel, strict=True)]
+    pads = _transposed_pads(b, strides, reach, extra)
+    if pads is None:
+        return None
     plain = not any(pads) and not any(extra) and all(d == 1 for d in dilations)
-    if kernel == strides and plain and group == 1:
-        return _patches(b, weight)
+    value = ir.constant_value(weight)
+    if value is not None and kernel == strides and plain and group == 1:
+        return _patches(b, value)
     spread = _spread(b, strides)
-    # Mirrored taps, and filters by output channel: [O/g·g, C/g, *kernel].
-    taps = np.flip(weight, tuple(range(2, weight.ndim)))
-    grouped = taps.reshape(group, weight.shape[0] // group, *weight.shape[1:]).swapaxes(1, 2)
-    filters = np.ascontiguousarray(grouped.reshape(-1, weight.shape[0] // group, *kernel))
-    reach = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
+    axes = list(range(2, count + 2))
+    last, first = [TO_END] * count, [-TO_END] * count
+    taps = b("Slice", weight, last, first, axes, [-1] * count) if any(k != 1 for k in kernel) else weight
+    grouped = b("Reshape", taps, [group, int(channels) // group, int(filters), *map(int, kernel)])
+    turned = b("Transpose", grouped, perm=[0, 2, 1, *range(3, count + 3)])
+    mirrored = b("Reshape", turned, [group * int(filters), int(channels) // group, *map(int, kernel)])
     before = [r - p for r, p in zip(reach, pads[:count], strict=True)]
     # The zeros behind the last element are part of what is spread.
     after = [r - p + e - (s - 1) for r, p, e, s in zip(reach, pads[count:], extra, strides, strict=True)]
     padded = b("Pad", spread, [0, 0, *before, 0, 0, *after], b.editor.constant("zero", np.zeros((), b.dtype)))
-    operands = [padded, b.editor.constant(f"{b.node.inputs[1].name}.mirrored", filters)]
     bias = b.input(2)
-    return b(
-        "Conv", *operands, *([] if bias is None else [bias]), group=group, dilations=dilations, kernel_shape=kernel
-    )
+    operands = [padded, mirrored, *([] if bias is None else [bias])]
+    return b("Conv", *operands, group=group, dilations=dilations, kernel_shape=[int(k) for k in kernel])
+
+
+def _transposed_pads(b: Builder, strides: list[int], reach: list[int], extra: list[int]) -> list[int] | None:
+    """What is cut off at both ends of each axis; None where that depends on a dynamic size."""
+    count, auto = len(strides), b.attr("auto_pad", "NOTSET")
+    wanted = b.attr("output_shape", None)
+    if wanted is None and auto not in ("SAME_UPPER", "SAME_LOWER"):
+        return list(b.attr("pads", None) or [0] * (2 * count)) if auto == "NOTSET" else [0] * (2 * count)
+    totals = []
+    for axis, dim in enumerate(ir.shape(b.node.inputs[0])[2:]):
+        if wanted is None:
+            totals.append(max(reach[axis] + 1 + extra[axis] - strides[axis], 0))
+        elif isinstance(dim, int):
+            size = strides[axis] * (dim - 1) + extra[axis] + reach[axis] + 1
+            totals.append(size - wanted[-count:][axis])
+        else:
+            return None
+    less, more = [t // 2 for t in totals], [t - t // 2 for t in totals]
+    return [*less, *more] if auto == "SAME_UPPER" else [*more, *less]
 
 
 def _patches(b: Builder, weight: ir.Array) -> ir.Tensor:
@@ -200,54 +217,3 @@ def _spread(b: Builder, strides: list[int]) -> ir.Tensor:
         for size, s in zip(sizes, strides, strict=True)
     ]
     return b("Reshape", wide, b("Concat", [0, 0], *grown, axis=0))
-
-
-@decomposition("Resize")
-def _resize(b: Builder) -> ir.Tensor | None:
-    before, after = ir.shape(b.node.inputs[0]), ir.shape(b.node.outputs[0])
-    if (
-        np.dtype(b.dtype) != np.float32
-        or b.attr("coordinate_transformation_mode", "half_pixel") == "tf_crop_and_resize"
-    ):
-        return None
-    scales = ir.constant_value(b.node.inputs[2]) if b.input(2) is not None else None
-    axes = [i % b.rank() for i in b.attr("axes", None) or range(b.rank())]
-    resized: list[tuple[int, ir.Array]] = []
-    for axis, (old, new) in enumerate(zip(before, after, strict=True)):
-        scale = None if scales is None or not scales.size or axis not in axes else float(scales[axes.index(axis)])
-        if ir.same_shape([old], [new]) and scale in (None, 1.0):
-            continue
-        if not (isinstance(old, int) and isinstance(new, int)) or max(old, new) > _LONGEST_AXIS:
-            return None
-        resized.append((axis, _resizing_matrix(b, old, new, scale)))
-    y: ir.Tensor = b.node.inputs[0]
-    for axis, matrix in resized:
-        order = [i for i in range(b.rank()) if i != axis] + [axis]
-        y = b("MatMul", b("Transpose", y, perm=order), b.editor.constant("resize", matrix))
-        y = b("Transpose", y, perm=[order.index(i) for i in range(b.rank())])
-    return y
-
-
-def _resizing_matrix(b: Builder, old: int, new: int, scale: float | None) -> ir.Array:
-    """``[old, new]``: what Resize along an axis makes of each unit vector. It is linear, and axes are independent."""
-    import onnxruntime
-
-    dropped = ("axes", "keep_aspect_ratio_policy")
-    node = gs.Node(op="Resize", attrs={k: v for k, v in b.node.attrs.items() if k not in dropped})
-    made = gs.exporters.onnx_exporter.OnnxExporter.export_node(node)
-    by_scale = scale is not None
-    operand = np.array([1, 1, 1, scale], np.float32) if by_scale else np.array([1, 1, old, new], np.int64)
-    made.input.extend(["x", "", "s"] if by_scale else ["x", "", "", "s"])
-    made.output.append("y")
-    graph = onnx.helper.make_graph(
-        [made],
-        "resize",
-        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 1, old, old])],
-        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1, 1, old, new])],
-        [onnx.numpy_helper.from_array(operand, "s")],
-    )
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=8)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    (y,) = session.run(None, {"x": np.eye(old, dtype=np.float32)[None, None]})
-    result: ir.Array = np.ascontiguousarray(np.asarray(y)[0, 0])
-    return result

@@ -31,6 +31,8 @@ Type: TypeAlias = "tuple[Any, tuple[Dim, ...]]"
 
 # Values are followed for tensors of at most this many elements: more never is a shape.
 _MOST_VALUES = 256
+#: The same for floats, which are scales of sizes: what has more is positions, whose arithmetic is no size.
+MOST_FLOATS = 8
 
 
 @dataclass(frozen=True)
@@ -473,7 +475,8 @@ def _visit(call: Call, types: dict[str, Type], state: _State) -> None:
         return
     if all(isinstance(d, int) for _, dims in found for d in dims):
         most = max(np.prod(dims, dtype=np.int64) for _, dims in found)
-        value = VALUE_RULES[node.op](call, found) if most <= _MOST_VALUES else None
+        limit = MOST_FLOATS if any(np.dtype(dtype).kind == "f" for dtype, _ in found) else _MOST_VALUES
+        value = VALUE_RULES[node.op](call, found) if most <= limit else None
         if value is not None:
             values = value if isinstance(value, list) else [value]
             state.info.values.update(zip((t.name for t in node.outputs), values, strict=False))

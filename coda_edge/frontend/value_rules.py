@@ -161,7 +161,7 @@ def _cast(call: Call, found: list[Type]) -> Values | None:
     kind = np.dtype(dtype_of(call.attr("to"))).kind
 
     def cast(a: Scalar) -> Scalar | None:
-        if isinstance(a, sympy.Expr):
+        if isinstance(a, sympy.Expr) and not a.is_number:
             if kind == "b":
                 return True if a.is_positive else None
             return a if kind == "f" or a.is_integer else simplify(sympy.floor(a)) if a.is_nonnegative else None
