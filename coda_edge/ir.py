@@ -129,13 +129,15 @@ class Names:
 
     def __init__(self, graph: gs.Graph) -> None:
         self._taken = set(graph.tensors()) | {n.name for n in graph.nodes}
+        self._last: dict[str, int] = {}
 
     def fresh(self, base: str) -> str:
         """``base``, or ``base`` with the first free number behind it."""
-        name, i = base, 0
+        name, i = base, self._last.get(base, 0)
         while name in self._taken:
             i += 1
             name = f"{base}.{i}"
+        self._last[base] = i
         self._taken.add(name)
         return name
 
