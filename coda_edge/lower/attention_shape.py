@@ -14,6 +14,8 @@ LOWEST = -3.4028234663852886e38
 """No finite float32 is lower."""
 #: Beyond this distance below the largest score of a query the exponential is 0.
 _NOTHING = 104.0
+_FLOATS = ("f32", "f16", "bf16", "bool")
+"""Dtypes whose values float32 has."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class AttentionShape:
 
     ``program`` is over the transposed tile (keys × queries), ``varies``: whether each operand varies over the keys; ``group``: how many
     heads share their keys and values. ``bands``: whether each has a first and a last diagonal. ``shared``: which of q, k and v have one
-    batch entry; ``repeated``: whether the batch entries of each operand, and last of the sink, take turns.
+    batch entry; ``repeated``: whether the batch entries of each operand, and last of the sink, take turns. ``probability``: what becomes of a
+    probability before it meets the values.
     """
 
     program: EpilogueProgram
@@ -38,6 +41,7 @@ class AttentionShape:
     sink: bool = False
     shared: tuple[str, ...] = ()
     repeated: tuple[bool, ...] = ()
+    probability: EpilogueProgram | None = None
 
     @property
     def band_params(self) -> tuple[Param, ...]:
@@ -68,13 +72,21 @@ class AttentionShape:
 
     @property
     def few(self) -> int:
-        """Up to how many queries an item's are done one by one; none if a row of keys is not whole vectors."""
-        return 3 if self.depth % self.schedule.lanes == 0 and self.schedule.lanes > 1 else 0
+        """Up to how many queries an item's are done one by one; none if a row of keys is not whole vectors or probabilities are rounded."""
+        whole = self.depth % self.schedule.lanes == 0 and self.schedule.lanes > 1
+        return 3 if whole and self.probability is None else 0
 
     @cached_property
     def per_query(self) -> tuple[str, ...]:
         """Operands with one value a query: read once an item."""
         return tuple(p.name for p in self.params if p.kind is Kind.COL)
+
+    @cached_property
+    def packed(self) -> tuple[str, ...]:
+        """Operands with a value for each score that are turned in squares, block by block, so that vectors of queries lie together."""
+        squares = self.schedule.lanes > 1
+        params = zip(self.params, self.varies, strict=True)
+        return tuple(p.name for p, v in params if squares and v and p.kind is Kind.TILE and p.dtype in _FLOATS)
 
     @cached_property
     def layout(self) -> dict[str, int]:
@@ -89,6 +101,7 @@ class AttentionShape:
             "correction": s.queries,
             "operands": len(self.per_query) * s.queries,
             "out": s.queries * self.columns,
+            "tiles": len(self.packed) * s.keys * s.queries,
         }
         starts, at = {}, 0
         for name, size in sizes.items():

@@ -10,10 +10,10 @@ from functools import reduce
 from tvm import tirx
 
 from ..epilogue.program import EpilogueProgram, Kind
-from ..epilogue.tir import STORAGE, Evaluator, Place, cast
+from ..epilogue.tir import STORAGE, Evaluator, Place, as_value, cast
 from .attention_row import RowBlocks, RowKeys, RowOperands
 from .attention_shape import LOWEST, AttentionShape, transposed
-from .body import Body, Buffer, Expr, external, f32, index, load, ramp, widen
+from .body import Body, Buffer, Expr, external, f32, index, load, ramp, turned, widen
 from .intrinsics import exp_of_negative, select
 
 _SIDES = ("first", "last")
@@ -29,6 +29,22 @@ class _Keys:
     stop: Expr
     k_row: Expr
     v_row: Expr
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A tile of scores: products, numbers of its keys, of which the block's first is ``first``, its place in the block.
+
+    ``vectors`` of queries from number ``vector`` on. Of the last tile, ``rest`` keys are meant.
+    """
+
+    acc: dict[Place, Buffer]
+    keys: list[Expr]
+    first: Expr
+    offset: Expr
+    vector: Expr
+    vectors: int
+    rest: Expr | None
 
 
 class AttentionKernel:
@@ -116,6 +132,9 @@ class AttentionKernel:
                 body.let(_most(tirx.max, index(0), [last + first for _, first in firsts]), "inner_first"),
                 body.let(_most(tirx.min, self.keys, [self.first + stop + 1 for _, stop in lasts]), "inner_stop"),
             )
+        if self.shape.probability is not None:
+            self._attend_twice(self.shape.probability)
+            return
         hiding = self.shape.hiding
         if not hiding:
             self._pass_over(index(0), self.keys)
@@ -141,8 +160,25 @@ class AttentionKernel:
             start = body.let(start, "start")
             self._pass_over(start, body.let(tirx.Select(load(wanted, 0) > index(0), stop, start), "stop"))
 
-    def _pass_over(self, start: Expr, stop: Expr) -> None:
-        """Adds what keys ``start ≤ j < stop`` give."""
+    def _attend_twice(self, program: EpilogueProgram) -> None:
+        """Over all keys for their maxima and sums, then again for the values by ``program`` of their probabilities."""
+        body, s = self.body, self.schedule
+        self._pass_over(index(0), self.keys, lambda keys, first, count: self._probabilities(count))
+        with body.loop(0, self.vectors, "vector") as vector:
+            body.store(self.scratch, self._at("correction", vector * s.lanes), widen(f32(1), s.lanes))
+
+        def give(keys: _Keys, first: Expr, count: Expr) -> None:
+            self._known_probabilities(program, count)
+            self._values(keys, first, count)
+
+        self._pass_over(index(0), self.keys, give)
+
+    def _give(self, keys: _Keys, first: Expr, count: Expr) -> None:
+        self._probabilities(count)
+        self._values(keys, first, count)
+
+    def _pass_over(self, start: Expr, stop: Expr, give: Callable[[_Keys, Expr, Expr], None] | None = None) -> None:
+        """Adds what keys ``start ≤ j < stop`` give, or does with each block of scores what ``give`` says."""
         body, size = self.body, self.schedule.keys
         for keys in self.segments:
             low, high = start, stop
@@ -157,9 +193,10 @@ class AttentionKernel:
                 with body.when(self.count <= index(few) if few else False):
                     self._rows(keys, first, count)
                 with body.when(self.count > index(few)):
+                    for slot, name in enumerate(self.shape.packed):
+                        self._pack_tile(slot, name, first, count)
                     self._scores(keys, first, count)
-                    self._probabilities(count)
-                    self._values(keys, first, count)
+                    (give or self._give)(keys, first, count)
 
     def _rows(self, keys: _Keys, first: Expr, count: Expr) -> None:
         """The block for few queries."""
@@ -187,14 +224,10 @@ class AttentionKernel:
 
     def _start(self) -> None:
         """Packs the queries, ``[depth, queries]``, reads what varies by query, and clears the running results."""
-        body, s, depth = self.body, self.schedule, self.shape.depth
+        body, s = self.body, self.schedule
+        with body.when(self.count > index(self.shape.few)):
+            self._pack_queries()
         with body.loop(0, self.vectors, "vector") as vector:
-            rows = body.let(
-                (self._query_rows(vector) + widen(self._head_of("q") * self.queries, s.lanes)) * index(depth), "rows"
-            )
-            with body.loop(0, depth, "d") as d:
-                gathered = tirx.BufferLoad(self.q, [rows + widen(d, s.lanes)])
-                body.store(self.scratch, self._at("q", d * s.queries + vector * s.lanes), gathered)
             for slot, name in enumerate(self.shape.per_query):
                 value = cast(self._per_query(name, vector), "f32")
                 body.store(self.scratch, self._at("operands", slot * s.queries + vector * s.lanes), value)
@@ -207,11 +240,29 @@ class AttentionKernel:
         with body.loop(0, self.count, "row") as row, body.loop(0, self.shape.columns, "column") as column:
             body.store(self.scratch, self._at("out", row * self.shape.columns + column), f32(0))
 
+    def _pack_queries(self) -> None:
+        """Turns a square of queries and columns at a time."""
+        body, s, depth = self.body, self.schedule, self.shape.depth
+        head = body.let(self._head_of("q") * self.queries, "q_row")
+        with body.loop(0, self.vectors, "vector") as vector:
+            column = body.let(vector * s.lanes, "column")
+            starts = [
+                body.let((head + tirx.min(self.first + column + i, self.queries - 1)) * depth, "start")
+                for i in range(s.lanes)
+            ]
+            with body.loop(0, depth // s.lanes, "square") as square:
+                rows = [body.let(load(self.q, start + square * s.lanes, s.lanes), "row") for start in starts]
+                for i, queries in enumerate(turned(body, rows)):
+                    body.store(self.scratch, self._at("q", (square * s.lanes + i) * s.queries + column), queries)
+            if depth % s.lanes:
+                rows = body.let((self._query_rows(vector) + widen(head, s.lanes)) * index(depth), "rows")
+                with body.loop(depth // s.lanes * s.lanes, depth, "d") as d:
+                    gathered = tirx.BufferLoad(self.q, [rows + widen(d, s.lanes)])
+                    body.store(self.scratch, self._at("q", d * s.queries + column), gathered)
+
     def _per_query(self, name: str, vector: Expr) -> Expr:
         """An operand that varies over queries at most, at a vector's queries."""
-        lanes = self.schedule.lanes
-        at = self._query_rows(vector) * widen(self.strides[name][2], lanes) + widen(self.bases[name], lanes)
-        return tirx.BufferLoad(self.read[name], [at])
+        return self._gathered(name, vector, self.bases[name])
 
     def _scores(self, keys: _Keys, first: Expr, count: Expr) -> None:
         """The block's scores, ``p [keys, queries]``, and the queries' running maxima, ``new_max``."""
@@ -259,68 +310,82 @@ class AttentionKernel:
                 for j, q in enumerate(queries):
                     a = acc[Place(i, 0, j)]
                     body.store(a, 0, load(a, 0, s.lanes) + widen(k, s.lanes) * q)
+        tile = _Tile(acc, places, first, offset, vector, vectors, rest)
         within = self.shape.within
         if within is None:
-            self._store_scores(self.shape.program, acc, places, offset, vector, vectors, rest)
+            self._store_scores(self.shape.program, tile)
             return
         inner = body.let(tirx.And(key >= self.inner[0], key + rows <= self.inner[1]).astype("int64"), "inner")
         with body.when(inner > index(0)):
-            self._store_scores(within, acc, places, offset, vector, vectors, rest)
+            self._store_scores(within, tile)
         with body.when(inner < index(1)):
-            self._store_scores(self.shape.program, acc, places, offset, vector, vectors, rest)
+            self._store_scores(self.shape.program, tile)
 
-    def _store_scores(
-        self,
-        program: EpilogueProgram,
-        acc: dict[Place, Buffer],
-        places: list[Expr],
-        offset: Expr,
-        vector: Expr,
-        vectors: int,
-        rest: Expr | None,
-    ) -> None:
+    def _store_scores(self, program: EpilogueProgram, tile: _Tile) -> None:
         """What ``program`` makes of a tile of products, and the queries' running maxima."""
         body, s = self.body, self.schedule
-        values = Evaluator(program, body, lambda name, place: self._leaf(program, name, place, acc, places, vector))
-        output, column = program.outputs[0].value, vector * s.lanes
-        for j in range(vectors):
+        values = Evaluator(program, body, lambda name, place: self._leaf(program, name, place, tile))
+        output, column = program.outputs[0].value, tile.vector * s.lanes
+        for j in range(tile.vectors):
             at = body.let(self._at("new_max", column + j * s.lanes), "at")
             largest = load(self.scratch, at, s.lanes)
-            for i in range(len(places)):
+            for i in range(len(tile.keys)):
                 score = body.let(cast(values.value(output, Place(i, 0, j)), "f32"), "score")
-                body.store(self.scratch, self._at("p", (offset + i) * s.queries + column + j * s.lanes), score)
-                if rest is not None and i:
-                    score = select(widen(rest > index(i), s.lanes), score, -math.inf)
+                body.store(self.scratch, self._at("p", (tile.offset + i) * s.queries + column + j * s.lanes), score)
+                if tile.rest is not None and i:
+                    score = select(widen(tile.rest > index(i), s.lanes), score, -math.inf)
                 largest = body.let(tirx.Select(score > largest, score, largest), "largest")
             body.store(self.scratch, at, largest)
 
-    def _leaf(
-        self,
-        program: EpilogueProgram,
-        name: str,
-        place: Place,
-        acc: dict[Place, Buffer],
-        keys: list[Expr],
-        vector: Expr,
-    ) -> Expr | None:
-        count = self.schedule.lanes
+    def _leaf(self, program: EpilogueProgram, name: str, place: Place, tile: _Tile) -> Expr | None:
+        count, queries = self.schedule.lanes, self.schedule.queries
         if name == program.params[0].name:
-            return load(acc[place], 0, count)
+            return load(tile.acc[place], 0, count)
         for param, (first, last) in zip(self.shape.band_params, self.bands, strict=True):
             if param.name == name:
-                return self._in_band(first, last, keys[place.row], vector + place.part)
+                return self._in_band(first, last, tile.keys[place.row], tile.vector + place.part)
         if name not in self.operands:
             return None
+        column = (tile.vector + place.part) * count
         if name in self.shape.per_query:
-            slot = self.shape.per_query.index(name)
-            column = (vector + place.part) * count
-            value = load(self.scratch, self._at("operands", slot * self.schedule.queries + column), count)
+            value = load(self.scratch, self._at("operands", self.shape.per_query.index(name) * queries + column), count)
             return cast(value, program.param(name).dtype)
-        at = self.bases[name] + (keys[place.row] if self.varies[name] else 0)
+        if name in self.shape.packed:
+            row = self.shape.packed.index(name) * self.schedule.keys + tile.keys[place.row] - tile.first
+            return cast(load(self.scratch, self._at("tiles", row * queries + column), count), program.param(name).dtype)
+        at = self.bases[name] + (tile.keys[place.row] if self.varies[name] else 0)
         if program.param(name).kind is not Kind.TILE:
             return load(self.operands[name], at)
-        rows = self._query_rows(vector + place.part) * widen(self.strides[name][2], count)
-        return tirx.BufferLoad(self.operands[name], [rows + widen(at, count)])
+        return self._gathered(name, tile.vector + place.part, at)
+
+    def _gathered(self, name: str, vector: Expr, at: Expr) -> Expr:
+        """An operand at a vector's queries, from ``at`` on for the first query of all."""
+        lanes = self.schedule.lanes
+        rows = self._query_rows(vector) * widen(self.strides[name][2], lanes)
+        return tirx.BufferLoad(self.read[name], [rows + widen(at, lanes)])
+
+    def _pack_tile(self, slot: int, name: str, first: Expr, count: Expr) -> None:
+        """An operand at the block's keys and the item's queries, ``[keys, queries]``."""
+        body, s = self.body, self.schedule
+        dtype = self.shape.program.param(name).dtype
+        base = body.let(self.bases[name] + first, "base")
+        target = slot * s.keys * s.queries
+        with body.loop(0, self.vectors, "vector") as vector:
+            column = body.let(vector * s.lanes, "column")
+            starts = [
+                body.let(base + tirx.min(self.first + column + i, self.queries - 1) * self.strides[name][2], "start")
+                for i in range(s.lanes)
+            ]
+            squares = body.let(tirx.floordiv(count, index(s.lanes)), "squares")
+            with body.loop(0, squares, "square") as square:
+                rows = [load(self.operands[name], start + square * s.lanes, s.lanes) for start in starts]
+                rows = [body.let(cast(as_value(row, dtype), "f32"), "row") for row in rows]
+                for i, values in enumerate(turned(body, rows)):
+                    at = target + (square * s.lanes + i) * s.queries + column
+                    body.store(self.scratch, self._at("tiles", at), values)
+            with body.loop(squares * s.lanes, count, "key") as key:
+                values = cast(as_value(self._gathered(name, vector, base + key), dtype), "f32")
+                body.store(self.scratch, self._at("tiles", target + key * s.queries + column), values)
 
     def _in_band(self, first: Expr | None, last: Expr | None, key: Expr, vector: Expr) -> Expr:
         """Whether ``key`` is within the band of each query of a vector."""
@@ -357,6 +422,23 @@ class AttentionKernel:
                 body.store(self.scratch, at, p)
                 body.store(total, 0, load(total, 0, s.lanes) + p)
             body.store(self.scratch, self._at("sum", column), load(total, 0, s.lanes))
+
+    def _known_probabilities(self, program: EpilogueProgram, count: Expr) -> None:
+        """Scores to ``program`` of probabilities, where the maxima and sums over all keys are known."""
+        body, s = self.body, self.schedule
+        with body.loop(0, self.vectors, "vector") as vector:
+            column = body.let(vector * s.lanes, "column")
+            most = body.let(load(self.scratch, self._at("max", column), s.lanes), "most")
+            shift = body.let(select(most < f32(LOWEST), 0.0, most), "shift")
+            total = body.let(load(self.scratch, self._at("sum", column), s.lanes), "total")
+            inverse = body.let(widen(f32(1), s.lanes) / total, "inverse")
+            with body.loop(0, count, "key") as key:
+                at = body.let(self._at("p", key * s.queries + column), "at")
+                p = exp_of_negative(load(self.scratch, at, s.lanes) - shift) * inverse
+                p = body.let(select(total > f32(0), p, 0.0) if self.shape.guard else p, "p")
+                values = Evaluator(program, body, _only(program, p))
+                rounded = cast(values.value(program.outputs[0].value, Place(0, 0, 0)), "f32")
+                body.store(self.scratch, at, rounded)
 
     def _values(self, keys: _Keys, first: Expr, count: Expr) -> None:
         """``out = out · correction + pᵀ v`` for the block's keys."""
@@ -397,7 +479,7 @@ class AttentionKernel:
         body, s, columns = self.body, self.schedule, self.shape.columns
         with body.loop(0, self.count, "row") as row:
             total = body.let(load(self.scratch, self._at("sum", row)), "total")
-            inverse = body.let(f32(1) / total, "inverse")
+            inverse = body.let(f32(1) / total if self.shape.probability is None else f32(1), "inverse")
             # With no keys at all the product over them is 0.
             keep = total > f32(0) if self.shape.guard else self.keys > index(0)
             target = (self.batch * self.queries + self.first + row) * self.heads + self.head
@@ -429,6 +511,11 @@ class AttentionKernel:
             body.store(target, at + vector * lanes, load(source, start + vector * lanes, lanes))
         with body.loop(vectors * lanes, count, "element") as element:
             body.store(target, at + element, load(source, start + element))
+
+
+def _only(program: EpilogueProgram, value: Expr) -> Callable[[str, Place], Expr | None]:
+    """Gives ``value`` for the program's only parameter."""
+    return lambda name, place: value if name == program.params[0].name else None
 
 
 def _most(pick: Callable[[Expr, Expr], Expr], start: Expr, values: Sequence[Expr]) -> Expr:

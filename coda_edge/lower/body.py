@@ -137,3 +137,13 @@ class Body:
         if not block:
             return None
         return block[0] if len(block) == 1 else tirx.SeqStmt(block)
+
+
+def turned(body: Body, rows: Sequence[Expr]) -> list[Expr]:
+    """A square of as many vectors as they have elements, a power of two: its columns."""
+    half = len(rows) // 2
+    low = [at for i in range(half) for at in (i, len(rows) + i)]
+    for _ in range(len(rows).bit_length() - 1):
+        pairs = zip(rows[:half], rows[half:], strict=True)
+        rows = [body.let(shuffle(pair, [at + start for at in low]), "turned") for pair in pairs for start in (0, half)]
+    return list(rows)
