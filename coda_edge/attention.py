@@ -2,7 +2,7 @@
 
 Inputs, in order: q ``[B|1, H, Sq, D]``, k ``[B|1, Hkv, Sk, D]``, v ``[B|1, Hkv, Sk, Dv]``; with attribute ``past`` the rows that go
 before those of k and v, alike but for their number; with ``sink`` a score ``[B|1, H|1, Sq|1, 1]`` of a key without a value; the operands of the
-score program. Outputs: ``[B, Sq, H·Dv]``, and with ``present`` all rows of k and of v. Sk below is the number of all keys.
+score program. Attribute ``probability``: the program, if there is one, of what becomes of a probability before it meets the values. Outputs: ``[B, Sq, H·Dv]``, and with ``present`` all rows of k and of v. Sk below is the number of all keys.
 """
 
 from __future__ import annotations

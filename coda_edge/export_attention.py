@@ -27,7 +27,7 @@ def output_names(node: gs.Node) -> list[str]:
 
 
 def attention_nodes(node: gs.Node, program: EpilogueProgram, inputs: list[str]) -> list[NodeProto]:
-    """Y = merge_heads(softmax(score(q @ kᵀ, operands…)) @ v), of ``inputs`` in the node's order."""
+    """Y = merge_heads(probability(softmax(score(q @ kᵀ, operands…))) @ v), of ``inputs`` in the node's order."""
     given = Operands.of(node)
     before = Emitter("product_")
     named = dict(zip(input_names(node), inputs, strict=False))
@@ -42,11 +42,17 @@ def attention_nodes(node: gs.Node, program: EpilogueProgram, inputs: list[str]) 
     acc = product if _element_type(given.q) == ONNX_DTYPES[acc_dtype] else before.cast(product, acc_dtype)
     within = [_within(before, band, inputs[0], whole["k"]) for band in bands(node)]
     score = emit_onnx(program, [acc, *within, *operands], ["scores"], "score_")
-    after = Emitter("out_")
+    middle = Emitter("softmax_")
     dtype = program.dtypes()[program.outputs[0].value]
-    p = _softmax(after, named.get("sink"), given)
+    p = _softmax(middle, named.get("sink"), given)
     if node.attrs.get("guard", 0):
-        p = after.node("Where", after.node("IsNaN", p), after.literal(0.0, dtype), p)
+        p = middle.node("Where", middle.node("IsNaN", p), middle.literal(0.0, dtype), p)
+    weights = list(middle.nodes)
+    if "probability" in node.attrs:
+        rounding = EpilogueProgram.parse(node.attrs["probability"])
+        weights = emit_onnx(rounding, [p], ["probabilities"], "probability_", before=weights)
+        p = "probabilities"
+    after = Emitter("out_")
     if ONNX_DTYPES[dtype] != _element_type(given.v):
         p = after.node("Cast", p, to=_element_type(given.v))
     heads = after.node("Transpose", after.node("MatMul", p, v), perm=[0, 2, 1, 3])
@@ -55,7 +61,7 @@ def attention_nodes(node: gs.Node, program: EpilogueProgram, inputs: list[str]) 
     after.name_results([merged], ["Y"])
     present = zip((whole["k"], whole["v"]), output_names(node)[1:], strict=False)
     copies = [helper.make_node("Identity", [rows], [name]) for rows, name in present]
-    return [*before.nodes, *score, *after.nodes, *copies]
+    return [*before.nodes, *score, *weights, *after.nodes, *copies]
 
 
 def _softmax(emitter: Emitter, sink: str | None, given: Operands) -> str:

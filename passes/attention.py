@@ -10,7 +10,8 @@ program, and the bands of keys in it (causal, a window) attributes: see ``scores
 3. Keys and values repeated for groups of query heads, in any spelling, are handed over unrepeated (``attention_operands``).
 4. Rows joined behind past rows, ``Concat(past, new)``, are handed over apart; the joined rows are outputs of the Attention if anyone reads them.
 5. Probabilities times a factor of heads and keys are a product with values that are multiplied: (p·w)·v = p·(w·v).
-6. Of several products that are added up, the first is the product; the others are operands of the scores.
+6. Of several products that are added up, the first of the widest is the product; the others are operands of the scores.
+7. Steps by numbers alone that round the probabilities, as a quantised model has them, are a program of their own (``rounding``).
 
 The result is ``[B,Sq,H·Dv]``, so the head merge behind it disappears.
 
@@ -55,6 +56,7 @@ from .attention_operands import appended, shared, transposed, unscaled
 from .bands import Bands
 from .base import Pass, PassLog, sources
 from .region import Refused
+from .rounding import rounding_program, rounding_steps
 from .score_terms import Number, make
 from .scores import Scores, Written, regrouped, viewed, write
 
@@ -71,6 +73,7 @@ class _Match:
     guard: bool
     sink: Tensor | None
     weights: list[Tensor]  # what the probabilities are multiplied with
+    rounding: list[gs.Node]  # what becomes of them before they are multiplied with the values
 
 
 def run(graph: gs.Graph, log: PassLog) -> int:
@@ -103,12 +106,12 @@ def _match(graph: gs.Graph, softmax: gs.Node) -> _Match:
     if int(softmax.attrs.get("axis", -1)) % rank != rank - 1:
         raise Refused("the softmax is not over the last axis")
     scores, sink = _without_sink(graph, scores)
-    output, guard, weights = _consumer(graph, softmax.outputs[0], sink is not None)
+    output, guard, weights, rounding = _consumer(graph, softmax.outputs[0], sink is not None)
     probabilities, v = output.inputs
     if producer(probabilities) is producer(v) and producer(v) is not None:
         raise Refused("the probabilities multiply themselves, expected a tensor of values")
     found, between = _product(graph, scores, softmax)
-    return _Match(found, scores, between, output, v, guard, sink, weights)
+    return _Match(found, scores, between, output, v, guard, sink, weights, rounding)
 
 
 def _without_sink(graph: gs.Graph, scores: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -123,8 +126,8 @@ def _without_sink(graph: gs.Graph, scores: Tensor) -> tuple[Tensor, Tensor | Non
     return rest, column
 
 
-def _consumer(graph: gs.Graph, p: Tensor, sunk: bool) -> tuple[gs.Node, bool, list[Tensor]]:
-    """The MatMul that reads the probabilities, whether a NaN guard stands before it, and what they are multiplied with."""
+def _consumer(graph: gs.Graph, p: Tensor, sunk: bool) -> tuple[gs.Node, bool, list[Tensor], list[gs.Node]]:
+    """The MatMul that reads the probabilities, whether a NaN guard stands before it, and how they are multiplied and rounded."""
     guard = False
     weights: list[Tensor] = []
     while True:
@@ -142,7 +145,12 @@ def _consumer(graph: gs.Graph, p: Tensor, sunk: bool) -> tuple[gs.Node, bool, li
                 break
             p, guard = where.outputs[0], True
         elif user.op == "MatMul" and user.inputs[0] is p and user.inputs[1] is not p:
-            return user, guard, weights
+            return user, guard, weights, []
+        elif (rounding := rounding_steps(graph, p)) and not weights:
+            user = sole_consumer(graph, rounding[-1].outputs[0])
+            if user is None or user.op != "MatMul" or user.inputs[0] is not rounding[-1].outputs[0]:
+                break
+            return user, guard, weights, rounding
         elif user.op in VIEWS and same_shape(shape(user.outputs[0])[-2:], shape(p)[-2:]) and not weights:
             p = user.outputs[0]
         elif user.op == "Mul" and same_shape(shape(user.outputs[0]), shape(p)):
@@ -195,12 +203,19 @@ def _product(graph: gs.Graph, scores: Tensor, softmax: gs.Node) -> tuple[gs.Node
     if not products:
         raise Refused("the softmax's input comes from no product of run-time tensors")
     reasons = []
-    for found in (n for n in in_order(graph) if id(n) in products):
+    # A mask may be a product as well, of columns with rows.
+    order = sorted((n for n in in_order(graph) if id(n) in products), key=_width, reverse=True)
+    for found in order:
         try:
             return found, _between(graph, found, scores, region)
         except Refused as why:
             reasons.append(str(why))
     raise Refused(reasons[0])
+
+
+def _width(node: gs.Node) -> int:
+    depth = shape(node.inputs[0])[-1]
+    return depth if isinstance(depth, int) else 0
 
 
 def _as_many(tensor: Tensor, scores: Tensor) -> bool:
@@ -263,6 +278,8 @@ class _Rewriter:
             attrs["sink"] = 1
         if written.bands:
             attrs["bands"] = bands_text(written.bands)
+        if match.rounding:
+            attrs["probability"] = str(rounding_program(editor, match.rounding))
         heads, queries, depth = shape(q)[1], shape(q)[2], shape(v)[3]
         base = match.output.name or match.output.outputs[0].name
         merged = editor.variable(f"{base}.attention", q.dtype, (self.base[0], queries, heads * depth))
@@ -278,7 +295,7 @@ class _Rewriter:
             domain=DOMAIN,
             score=str(written.program),
             guard=int(match.guard),
-            source=sources([match.product, *match.between, self.softmax, match.output]),
+            source=sources([match.product, *match.between, self.softmax, *match.rounding, match.output]),
             **attrs,
         )
         self._connect(match.output.outputs[0], merged, base)

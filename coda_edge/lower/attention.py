@@ -7,7 +7,8 @@ so that scratch does not grow with their number.
 
 Bands (see ``coda_edge.attention``) are compared, not read, and only where a tile is not wholly within them; blocks wholly outside of
 one that hides what is outside are skipped. A query that sees no key within is given the others after all, since the graph may define that.
-Past keys and values are read where they lie; the first item of each head that owns some also writes the joined rows.
+Where probabilities are rounded before they meet the values, the keys are gone over twice: first for the maxima and sums, without which
+probabilities are not known. Past keys and values are read where they lie; the first item of each head that owns some also writes the joined rows.
 """
 
 from __future__ import annotations
@@ -65,12 +66,15 @@ class ScoreOperand:
 
 @dataclass(frozen=True)
 class Extras:
-    """What an attention may have besides: buffers of past keys and values and of all of them, a score without a value, bands."""
+    """What an attention may have besides: buffers of past keys and values and of all of them, a score without a value, bands, and what
+    becomes of a probability ``acc`` before it meets the values: pointwise steps that leave 0 as it is.
+    """
 
     past: tuple[Operand, Operand] | None = None
     present: tuple[str, str] | None = None
     sink: ScoreOperand | None = None
     bands: tuple[Band, ...] = ()
+    probability: EpilogueProgram | None = None
 
 
 def lower_attention(
@@ -108,6 +112,7 @@ def lower_attention(
         extras.sink is not None,
         sizes.shared,
         tuple(o.repeated for o in read),
+        extras.probability,
     )
     text = repr((target.name, sorted(target.tvm.items()), str(program), shape))
     symbol = f"attention_{sizes.depth}x{sizes.columns}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
@@ -115,6 +120,9 @@ def lower_attention(
     heads = sizes.batch * sizes.heads
     scores = heads * sizes.queries * sizes.keys
     flops = 2 * (sizes.depth + sizes.columns) + program.flops(1) + 14
+    if extras.probability is not None:
+        # Scores are computed twice: probabilities are known with the sum over all of them.
+        flops = flops + 2 * sizes.depth + program.flops(1) + 14 + extras.probability.flops(1)
     traffic = heads * (sizes.queries + sizes.keys) * (sizes.depth + sizes.columns)
     for operand in read:
         traffic = traffic + operand.shape[0] * operand.shape[1] * operand.shape[2] * operand.shape[3]
@@ -158,11 +166,13 @@ def _check(
         raise ShapeError(f"{where}: whether a key is in a band is a bool tile; the score program has {bands}")
     if len(program.outputs) != 1 or program.outputs[0].columns or program.outputs[0].heads:
         raise ShapeError(f"{where}: the score program must have one output, the scores as a plain tile")
-    crossing = next((s for s in program.steps if s.operator.group is not Group.POINTWISE), None)
+    after = extras.probability
+    if after is not None and (len(after.params) != 1 or len(after.outputs) != 1):
+        raise ShapeError(f"{where}: what becomes of a probability has one operand and one output, found {after}")
+    steps = [*program.steps, *(after.steps if after is not None else ())]
+    crossing = next((s for s in steps if s.operator.group is not Group.POINTWISE), None)
     if crossing:
-        raise ShapeError(
-            f"{where}: the score program's step {crossing.op} works across columns; only pointwise steps can"
-        )
+        raise ShapeError(f"{where}: a score's step {crossing.op} works across columns; only pointwise steps can")
     whole = (sizes.batch, sizes.heads, sizes.queries, sizes.keys)
     for param, operand in [*zip(params, operands, strict=True), *_sink(extras)]:
         fixed = {Kind.SCALAR: (0, 1, 2, 3), Kind.ROW: (3,), Kind.COL: (2,), Kind.TILE: ()}[param.kind]

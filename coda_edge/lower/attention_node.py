@@ -38,6 +38,7 @@ def lower_attention_node(node: gs.Node, context: Context) -> list[KernelCall]:
         (names[1], names[2]) if node.attrs.get("present", 0) else None,
         None if given.sink is None else _operand(given, given.sink),
         tuple(band.at(queries, keys) for band in bands(node)),
+        EpilogueProgram.parse(node.attrs["probability"]) if "probability" in node.attrs else None,
     )
     return [
         lower_attention(
