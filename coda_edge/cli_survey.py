@@ -20,10 +20,17 @@ if TYPE_CHECKING:
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--no-build", is_flag=True, help="Build no kernels: run the rewritten graph in onnxruntime instead.")
 @click.option("--no-run", is_flag=True, help="Run nothing: only rewrite and count.")
+@click.option("--markdown", is_flag=True, help="Print Markdown: one row for all exports of a model.")
 @click.option("--jobs", type=click.IntRange(1), help="Models at a time; one for each core by default.")
 @click.pass_context
 def command(
-    ctx: click.Context, paths: tuple[Path, ...], no_build: bool, no_run: bool, jobs: int | None, as_json: bool
+    ctx: click.Context,
+    paths: tuple[Path, ...],
+    no_build: bool,
+    no_run: bool,
+    markdown: bool,
+    jobs: int | None,
+    as_json: bool,
 ) -> None:
     """Shows what becomes of each model in PATHS, which are .onnx files and folders of them.
 
@@ -33,6 +40,10 @@ def command(
     result = _survey([p if p.is_dir() else existing(p) for p in paths], depth, jobs)
     if as_json:
         click.echo(json.dumps(result.to_json(), allow_nan=False))
+    elif markdown:
+        from .survey_markdown import to_markdown
+
+        click.echo(to_markdown(result), nl=False)
     else:
         result.render(Console())
     if result.failed:

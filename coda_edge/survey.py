@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from typing import Any, Literal
 
 import onnx
 import onnx_graphsurgeon as gs
+from google.protobuf.message import DecodeError
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -27,7 +29,6 @@ from .passes import run_pipeline
 from .report import Unfused
 from .verify import Verifier, ort_session
 from .why import unfused
-
 
 #: ``build``: kernels are built and run. ``onnx``: the rewritten graph is run in onnxruntime. ``none``: nothing is run.
 Depth = Literal["build", "onnx", "none"]
@@ -107,9 +108,9 @@ class Survey:
 
     def _parts(self) -> list[RenderableType]:
         parts: list[RenderableType] = [_model_table(self.models)]
-        reasons = _reasons(self.models)
-        if reasons:
-            parts += [Text(), _reason_table(reasons)]
+        left = reasons(self.models)
+        if left:
+            parts += [Text(), _reason_table(left)]
         if self.failed:
             parts += [Text(), Text(f"{len(self.failed)} of {len(self.models)} failed", style="bold red")]
             parts += [Text(f"{m.file}: {m.failure}") for m in self.failed]
@@ -169,7 +170,10 @@ def survey_model(file: Path, depth: Depth = "build") -> Surveyed:
 
 def _stages(file: Path, depth: Depth) -> Iterator[Surveyed]:
     """What is known after each stage."""
-    proto = onnx.load(file, load_external_data=False)
+    try:
+        proto = onnx.load(file, load_external_data=False)
+    except DecodeError as error:
+        raise InvalidModel(f"{file} is not an ONNX model: {error}") from error
     opset = next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), None)
     exporter = f"{proto.producer_name} {proto.producer_version}".strip()
     result = Surveyed(str(file), opset=opset, exporter=exporter, nodes=len(proto.graph.node))
@@ -299,18 +303,17 @@ def _cells(m: Surveyed) -> list[str]:
     ]
 
 
-def _reasons(models: Sequence[Surveyed]) -> dict[tuple[str, str], int]:
-    """How often each operator stayed on its own for each reason; names of tensors do not tell reasons apart."""
+def reasons(models: Sequence[Surveyed]) -> dict[tuple[str, str], int]:
+    """How often operators stayed on their own for each reason, by operators and reason; names and sizes do not tell reasons apart."""
     counts: dict[tuple[str, str], int] = {}
     for m in models:
         for u in m.unfused:
-            pieces = u.reason.split("'")
-            key = (u.op, "…".join(pieces[::2]))
+            key = (u.op, re.sub(r"'[^']*'|\[[^]]*\]", "…", u.reason))
             counts[key] = counts.get(key, 0) + 1
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
-def _reason_table(reasons: dict[tuple[str, str], int]) -> Table:
+def _reason_table(left: dict[tuple[str, str], int]) -> Table:
     table = Table(
         title="left on their own",
         title_justify="left",
@@ -322,6 +325,6 @@ def _reason_table(reasons: dict[tuple[str, str], int]) -> Table:
     table.add_column("count", justify="right")
     table.add_column("operators", overflow="fold")
     table.add_column("because", overflow="fold")
-    for (op, reason), count in reasons.items():
+    for (op, reason), count in left.items():
         table.add_row(str(count), Text(op), Text(reason))
     return table

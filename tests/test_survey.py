@@ -115,6 +115,23 @@ def test_command_succeeds_when_every_model_does(folder: Path) -> None:
     assert "2/2" in done.stdout
 
 
+def test_markdown_has_a_row_for_all_exports_of_a_model(folder: Path, tmp_path: Path) -> None:
+    for name in ("bert.sdpa.ts17", "bert.eager.dyn20", "gpt2.sdpa.dyn20"):
+        _saved(tmp_path, name, load_fixture(name))
+    done = CliRunner().invoke(main, ["survey", str(tmp_path), "--no-run", "--jobs", "1", "--markdown"])
+    assert done.exit_code == 0, done.output
+    models, left = (table.splitlines() for table in done.stdout.split("\n\n"))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in models]
+    assert rows[0][0] == "model" and [r[0] for r in rows[2:]] == ["bert", "gpt2"]
+    assert rows[2][1] == "2" and rows[2][3:6] == ["17, 20", "2/2", "4/5"]
+    assert rows[3][1:2] + rows[3][4:6] == ["1", "2/2", "5/5"]
+    assert left[0].split("|")[1:4] == [" left ", " operators ", " because "]
+    assert sum(int(line.split("|")[1]) for line in left[2:]) >= 3
+
+    broken = CliRunner().invoke(main, ["survey", str(folder / "broken.onnx"), "--no-run", "--markdown"])
+    assert broken.exit_code == 1 and "1 failed: InvalidModel" in broken.stdout
+
+
 def test_command_names_what_is_missing(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["survey", str(tmp_path / "none.onnx")])
     assert done.exit_code == 1
