@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import onnx
 import onnx_graphsurgeon as gs
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -172,8 +172,8 @@ def _stages(file: Path, depth: Depth) -> Iterator[Surveyed]:
     """What is known after each stage."""
     try:
         proto = onnx.load(file, load_external_data=False)
-    except DecodeError as error:
-        raise InvalidModel(f"{file} is not an ONNX model: {error}") from error
+    except DecodeError as corrupt:
+        raise InvalidModel(f"{file} is not an ONNX model: {corrupt}") from corrupt
     opset = next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), None)
     exporter = f"{proto.producer_name} {proto.producer_version}".strip()
     result = Surveyed(str(file), opset=opset, exporter=exporter, nodes=len(proto.graph.node))
