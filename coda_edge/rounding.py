@@ -1,13 +1,14 @@
 """What can be said of a quantised model, which turns differences that float32 cannot express into whole quanta.
 
 An activation on the border of two quanta becomes the one or the other by the order of a sum; every later layer sees that, and rounds
-otherwise itself. So such a model has no one right output, and onnxruntime differs from itself: with its optimisations off, or with each
-weight moved by a rounding. But which activations lie on a border is chance: where none does, all ways to compute the model agree, while a
-wrong scale, zero point, range or rounding shows on every input.
+otherwise itself. So such a model has no one right output, and onnxruntime differs from itself: with its optimisations, which compute some
+quantised operators another way, or with each weight moved by a rounding. The judge is onnxruntime without optimisations, which does operator
+by operator what ONNX defines. But which activations lie on a border is chance: where none does, all ways to compute the model agree, while
+a wrong scale, zero point, range or rounding shows on every input.
 
-So a candidate must agree with onnxruntime as any other does, on some inputs at least, most of which are small to that end, and
-elsewhere differ by no more than onnxruntime differs from itself. If it agrees on too few, that is not enough: 5 % of the output's scale is all
-that it may differ by.
+So a candidate must agree with onnxruntime as any other does, on some inputs at least, most of which are small to that end, and elsewhere
+differ by no more than onnxruntime differs from itself. If it agrees on too few, that is not enough: 5 % of the output's scale is all that
+it may differ by.
 """
 
 from __future__ import annotations
@@ -103,9 +104,9 @@ class Spread:
         worst = {name: max(case[name] for case in found) for name in tolerances}
         name = max(worst, key=lambda n: worst[n])
         return [
-            f"quantised model: {agree} of {len(found)} cases agree with onnxruntime, {self.agreeing:.0f} of onnxruntime's with "
-            f"weights moved by {_NUDGE:.0e}; where roundings fall otherwise, output '{name}' differs by up to {worst[name]:.1e} of its "
-            f"scale, and onnxruntime's from itself by {self.outputs[name]:.1e}"
+            f"quantised model: {agree} of {len(found)} cases agree with onnxruntime, {self.agreeing:.0f} of its own when "
+            f"optimised or with weights moved by {_NUDGE:.0e}; where roundings fall otherwise, output '{name}' differs by up to {worst[name]:.1e} of its "
+            f"scale, and onnxruntime from itself by {self.outputs[name]:.1e}"
         ]
 
 

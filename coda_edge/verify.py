@@ -167,10 +167,12 @@ class Verifier:
             verifier.random = True
             return verifier
         if not half.has_half(loaded):
-            variants = [ort_session(m) for m in nudged(loaded)]
-            if quantises(loaded):
-                variants.append(ort_session(path or loaded, plain=True))
-            return Verifier.of(specs, ort_session(path or loaded), variants, allowed, _output_dtypes(loaded), by_data)
+            # Optimised, onnxruntime takes some quantised operators by tables of integers: close, but not what they are defined to be.
+            plain = quantises(loaded)
+            variants = [ort_session(m, plain=True) for m in nudged(loaded)]
+            variants += [ort_session(path or loaded)] if plain else []
+            judge = ort_session(path or loaded, plain=plain)
+            return Verifier.of(specs, judge, variants, allowed, _output_dtypes(loaded), by_data)
         promoted = [Promoted(m) for m in nudged(loaded)]
         verifier = Verifier.of(specs, Promoted(loaded), promoted, allowed, _output_dtypes(loaded), by_data)
         verifier.remarks = _as_it_is(path or loaded, verifier)
