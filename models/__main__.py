@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from textwrap import shorten
 
 import click
 from rich.console import Console
@@ -55,7 +56,7 @@ def check(names: tuple[str, ...]) -> None:
         if c is None:
             continue
         failed |= not c.right
-        answer = c.says if c.right else f"WRONG: {c.says}, expected {model.says}"
+        answer = shorten(c.says, 100) if c.right else f"WRONG: {c.says}, expected {model.says}"
         made_up = "–" if c.made_up is None else f"{c.made_up:.1e}"
         cells = [name, f"{c.nodes} → {c.kernels}", answer, f"{c.error:.1e}", made_up]
         cells += [f"{c.ours_ms:.2f}", f"{c.ort_ms:.2f}", f"{c.ratio:.2f}"]
