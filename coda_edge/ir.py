@@ -142,6 +142,13 @@ class Names:
         return name
 
 
+def rewire(node: gs.Node, old: Tensor, new: Tensor) -> None:
+    """Makes ``node`` read ``new`` wherever it reads ``old``."""
+    for i, tensor in enumerate(node.inputs):
+        if tensor is old:
+            node.inputs[i] = new
+
+
 class GraphEditor:
     """Adds nodes to a graph, with names and shapes."""
 
@@ -187,7 +194,7 @@ class GraphEditor:
     def replace(self, old: gs.Variable, new: gs.Variable) -> None:
         """Makes every reader of ``old`` read ``new``; a graph output keeps its name."""
         for user in consumers(old):
-            user.inputs = [new if t is old else t for t in user.inputs]
+            rewire(user, old, new)
         if not is_output(self.graph, old):
             return
         source = producer(new)
@@ -198,7 +205,7 @@ class GraphEditor:
         old.inputs.clear()
         source.outputs = [old if t is new else t for t in source.outputs]
         for user in consumers(new):
-            user.inputs = [old if t is new else t for t in user.inputs]
+            rewire(user, new, old)
 
 
 def copy_nodes(nodes: Iterable[gs.Node], copy: Callable[[Tensor], Tensor]) -> list[gs.Node]:
@@ -219,10 +226,15 @@ def copy_nodes(nodes: Iterable[gs.Node], copy: Callable[[Tensor], Tensor]) -> li
 def remove_nodes(graph: gs.Graph, nodes: Iterable[gs.Node]) -> None:
     """Takes ``nodes`` out of the graph and unlinks their tensors."""
     gone = {id(n) for n in nodes}
-    for node in graph.nodes:
-        if id(node) in gone:
-            node.inputs.clear()
-            node.outputs.clear()
+    removed = [n for n in graph.nodes if id(n) in gone]
+    # Not by the lists' own clear(): it searches all readers of a tensor for each use, and a constant may have thousands.
+    for tensor in {id(t): t for n in removed for t in n.inputs}.values():
+        readers = [n for n in tensor.outputs if id(n) not in gone]
+        list.clear(tensor.outputs)
+        list.extend(tensor.outputs, readers)
+    for node in removed:
+        list.clear(node.inputs)
+        node.outputs.clear()
     graph.nodes = [n for n in graph.nodes if id(n) not in gone]
 
 

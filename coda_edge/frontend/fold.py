@@ -19,7 +19,7 @@ from .. import ir
 from .shapes import SymbolicInfo, Values, constant_of
 
 # Operators that give another result each time.
-_RANDOM = frozenset(
+RANDOM = frozenset(
     {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
 )
 _SPREADING = ("Expand", "ConstantOfShape")
@@ -48,7 +48,7 @@ def fold_values(graph: gs.Graph, info: SymbolicInfo) -> int:
         for output in (t for t in node.outputs if t.name in known):
             constant = editor.constant(f"{output.name}.value", known[output.name].astype(output.dtype))
             for user in ir.consumers(output):
-                user.inputs = [constant if t is output else t for t in user.inputs]
+                ir.rewire(user, output, constant)
                 count += 1
     for node in made:
         outputs = list(node.outputs)
@@ -73,7 +73,7 @@ def fold_constants(graph: gs.Graph, expand: bool = False) -> int:
     for node in ir.in_order(graph):
         given = [t for t in node.inputs if t.name]
         ready = given and all(isinstance(t, gs.Constant) or id(t) in known for t in given)
-        if node.domain or node.op in _RANDOM or _has_graph(node) or (node.op in _SPREADING and not expand):
+        if node.domain or node.op in RANDOM or _has_graph(node) or (node.op in _SPREADING and not expand):
             continue
         if ready:
             nodes.append(node)
@@ -143,7 +143,7 @@ def merge_constants(graph: gs.Graph, digests: Digests) -> None:
         kept = first.setdefault(digest, tensor)
         if kept is not tensor and not ir.is_output(graph, tensor):
             for user in ir.consumers(tensor):
-                user.inputs = [kept if t is tensor else t for t in user.inputs]
+                ir.rewire(user, tensor, kept)
 
 
 def _digest(data: ir.Array) -> Hashable:
@@ -158,7 +158,7 @@ def merge_nodes(graph: gs.Graph) -> int:
     first: dict[Hashable, gs.Node] = {}
     dead = []
     for node in ir.in_order(graph):
-        if node.op in _RANDOM or _has_graph(node):
+        if node.op in RANDOM or _has_graph(node):
             continue
         given = tuple(bool(t.name) for t in node.outputs)
         key = (node.op, node.domain or "", _attributes(node), tuple(t.name for t in node.inputs), given)
