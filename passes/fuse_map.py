@@ -5,6 +5,9 @@ operator, and every node of shape arithmetic, all of whose readers are in the gr
 Row statistics of the sink join it: RowMoments, and sums over the last axis (ReduceSum, ReduceMean, ReduceSumSquare) of the sink or of
 what elementwise operators make of it for them alone. So embedding lookups, their sum and its norm's statistics are one kernel.
 
+Row statistics within a group, of cheap operators, that only elementwise operators of the same rows read are computed in the kernel, once
+a row: so a norm of each head and the rotation behind it are one kernel.
+
 Groups whose sinks have one shape, and which read one tensor or results of one node, are one group of several sinks if none needs
 another's result; what only they need joins then. So the cosines and sines of angles are one kernel, and so are both ends of a cache.
 What is made of sizes alone by cheap operators (positions, zeros) is made again in each group that reads it.
@@ -20,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from coda_edge.epilogue.ops import OPERATORS
@@ -43,6 +47,7 @@ from coda_edge.ir import (
     shape,
     sort,
 )
+from coda_edge.symbolic import product, same
 
 from .base import Pass, PassLog, sources
 
@@ -66,22 +71,25 @@ class _Group:
 @dataclass(frozen=True)
 class _Grouping:
     """``known``: nodes whose results sizes determine; ``free``: those that are better done again than stored; ``sources``: those from whose
-    results sizes are read, by id.
+    results sizes are read; ``inner``: statistics within a group, by id.
     """
 
     graph: gs.Graph
     known: set[int]
     free: set[int]
     sources: set[int]
+    inner: set[int]
 
 
 def run(graph: gs.Graph, log: PassLog) -> int:
     """Groups all pointwise operators; returns the number of Maps."""
     remove_dead(graph)
+    _expand_moments(graph)
     info = infer(graph)
     known = {id(n) for n in graph.nodes if n.outputs and all(o.name in info.values for o in n.outputs)}
     read = {id(n) for n in graph.nodes if any(o.name in info.sources for o in n.outputs)}
-    grouping = _Grouping(graph, known, _free(graph, known) - read, read)
+    inner = {id(n) for n in graph.nodes if _is_inner(graph, n)}
+    grouping = _Grouping(graph, known, _free(graph, known) - read, read, inner)
     groups = _joined(grouping, _groups(grouping))
     _replace(grouping, groups)
     if groups:
@@ -104,7 +112,7 @@ def _free(graph: gs.Graph, known: set[int]) -> set[int]:
 
 def _groups(grouping: _Grouping) -> list[_Group]:
     """A group for each sink, those that need others' results first."""
-    statistics = _statistics(grouping.graph)
+    statistics = _statistics(grouping.graph, grouping.inner)
     members = {id(n) for nodes in statistics.values() for n in nodes}
     groups: list[_Group] = []
     for sink in reversed(in_order(grouping.graph)):
@@ -196,12 +204,12 @@ def _reaches(groups: list[_Group], start: _Group, goal: _Group) -> bool:
     return False
 
 
-def _statistics(graph: gs.Graph) -> dict[int, list[gs.Node]]:
+def _statistics(graph: gs.Graph, inner: set[int]) -> dict[int, list[gs.Node]]:
     """For each pointwise node by id: the row statistics of its result that join it, with the nodes between, which nobody else needs."""
     found: dict[int, list[gs.Node]] = {}
     joining: set[int] = set()
     for node in reversed(in_order(graph)):
-        if not (_is_statistic(node) or _leads_to(graph, node, joining)):
+        if id(node) in inner or not (_is_statistic(node) or _leads_to(graph, node, joining)):
             continue
         source = producer(_operand(node))
         if source is None or source.domain or source.op not in POINTWISE - VIEWS:
@@ -213,6 +221,78 @@ def _statistics(graph: gs.Graph) -> dict[int, list[gs.Node]]:
 
 def _is_statistic(node: gs.Node) -> bool:
     return (node.op == "RowMoments" and node.domain == DOMAIN) or any(reduces_rows(node, op) for op in _ROW_SUMS)
+
+
+def _is_inner(graph: gs.Graph, node: gs.Node) -> bool:
+    """Whether ``node`` is a row sum of cheap operators, and all that follows is of its rows and ends in one sink."""
+    stored = any(is_output(graph, o) for o in node.outputs)
+    if not _is_statistic(node) or stored or not _is_cheap(node.inputs[0]) or _ends_a_map(graph, node.inputs[0]):
+        return False
+    rows = product(shape(node.outputs[0])[:-1])
+    behind = {id(node)}
+    sinks: list[gs.Node] = []
+    waiting = [u for o in node.outputs for u in consumers(o)]
+    while waiting:
+        user = waiting.pop()
+        if id(user) in behind:
+            continue
+        behind.add(id(user))
+        out = user.outputs[0]
+        users = consumers(out)
+        if _is_statistic(user):
+            if not _is_inner(graph, user):
+                return False
+        elif user.domain or not _keeps_rows(user):
+            return False
+        pointwise = [u for u in users if not u.domain and (u.op in POINTWISE - VIEWS or _is_statistic(u))]
+        if is_output(graph, out) or len(pointwise) < len(users):
+            sinks.append(user)
+        waiting += pointwise
+    return len(sinks) == 1 and same(product(shape(sinks[0].outputs[0])[:-1]), rows)
+
+
+def _ends_a_map(graph: gs.Graph, tensor: Tensor) -> bool:
+    """Whether a Map stores ``tensor`` in any case, and takes statistics of it at no cost."""
+    source = producer(tensor)
+    if source is None or source.domain or source.op not in POINTWISE - VIEWS:
+        return False
+    return is_output(graph, tensor) or any(
+        u.domain or u.op not in POINTWISE for u in consumers(tensor) if not _is_statistic(u)
+    )
+
+
+def _expand_moments(graph: gs.Graph) -> None:
+    """RowMoments that are taken within a group are means, of which a kernel has several as it has one."""
+    editor = GraphEditor(graph)
+    for node in in_order(graph):
+        if node.op != "RowMoments" or not _is_inner(graph, node):
+            continue
+        x, (mean, var) = node.inputs[0], node.outputs
+        dims, axis = shape(x), editor.constant(f"{mean.name}.axis", np.array([len(shape(x)) - 1], np.int64))
+        node.outputs.clear()
+        editor.node("ReduceMean", [x, axis], [mean], f"{mean.name}.mean", keepdims=1)
+        centred = editor.apply("Sub", [x, mean], dims, f"{mean.name}.centred")
+        square = editor.apply("Mul", [centred, centred], dims, f"{mean.name}.square")
+        editor.node("ReduceMean", [square, axis], [var], f"{var.name}.mean", keepdims=1)
+    remove_dead(graph)
+
+
+def _keeps_rows(node: gs.Node) -> bool:
+    """Whether the elements of a row of the result are of one row of the operands, whichever element it is."""
+    if node.op == "Transpose":
+        return int(node.attrs["perm"][-1]) == len(node.attrs["perm"]) - 1
+    if node.op == "Concat":
+        return int(node.attrs["axis"]) % len(shape(node.outputs[0])) == len(shape(node.outputs[0])) - 1
+    return node.op in ELEMENTWISE or node.op == "Slice"
+
+
+def _is_cheap(tensor: Tensor) -> bool:
+    """Whether it costs little to compute ``tensor`` again, from what is stored or looked up."""
+    node = producer(tensor)
+    if node is None or node.domain or node.op not in POINTWISE:
+        return True
+    costly = node.op in ELEMENTWISE and OPERATORS[ELEMENTWISE[node.op]].flops > 4
+    return not costly and all(_is_cheap(t) for t in node.inputs)
 
 
 def _leads_to(graph: gs.Graph, node: gs.Node, joining: set[int]) -> bool:
@@ -236,7 +316,8 @@ def _upwards(grouping: _Grouping, sinks: list[gs.Node], ends: list[gs.Node]) -> 
     start = {id(n) for n in sinks}
     inside = set(start)
     for node in reversed(in_order(graph)):
-        eligible = not node.domain and (node.op in POINTWISE or id(node) in grouping.known)
+        plain = not node.domain and (node.op in POINTWISE or id(node) in grouping.known)
+        eligible = plain or id(node) in grouping.inner
         if not eligible or id(node) in inside | grouping.sources:
             continue
         users = [id(u) in inside for o in node.outputs for u in consumers(o)]

@@ -329,6 +329,24 @@ class Emitter:
             self._lane, self._lane_depth, self._width = None, -1, 1
         self.add(tirx.For(var, int64(0), int64(width), tirx.ForKind.VECTORIZED, _sequence(scope)))
 
+    @contextmanager
+    def outside(self, indices: Sequence[Expr]) -> Iterator[None]:
+        """Statements that go before all loops and branches that ``indices`` do not depend on, where no lane is.
+
+        Raises ``ScalarLanes`` if one of them differs within a vector.
+        """
+        for index in indices:
+            self.uniform(index)
+        depth = max((self._variables_depth(index) for index in indices), default=0)
+        inner, lanes = self._scopes[depth + 1 :], (self._lane, self._lane_depth, self._width)
+        del self._scopes[depth + 1 :]
+        self._lane, self._lane_depth, self._width = None, -1, 1
+        try:
+            yield
+        finally:
+            self._scopes += inner
+            self._lane, self._lane_depth, self._width = lanes
+
     def span(self, count: Expr, body: Callable[[Expr, Expr, int], None]) -> None:
         """Covers ``[0, count)`` by vectors and a remainder; ``body(position, lane, width)`` is called for each form."""
         total, lanes = as_int(count), self.lanes

@@ -1,7 +1,7 @@
 """Kernels of pointwise operators: a Map node, or any single node, is one pass over its output.
 
 An item is a row (all indices but the last) and the last axis is done in vectors; a one-dimensional output is cut into
-blocks instead. A body that ends in row sums takes them on the way; one that ends in RowMoments stores a row and then takes its
+blocks instead. Row sums within a body are taken once a row. A body that ends in row sums takes them on the way; one that ends in RowMoments stores a row and then takes its
 mean and variance in two passes, while it is in cache.
 """
 
@@ -25,7 +25,19 @@ from ..ir import Tensor
 from ..symbolic import Dim, simplify
 from .emit import SUM, Emitter, Expr, Granule, ScalarLanes, dtype_of, int64
 from .kernel import KernelCall
-from .registry import ELEMENTWISE, Context, Fold, View, apply, dtype_name, identical, kernel, leaf
+from .registry import (
+    ELEMENTWISE,
+    Application,
+    Context,
+    Fold,
+    View,
+    apply,
+    dtype_name,
+    identical,
+    kernel,
+    leaf,
+    pointwise,
+)
 
 BLOCK = 2048  # elements of an item of a one-dimensional output
 GRAIN = 4096  # elements below which a chunk is not worth another thread
@@ -106,6 +118,30 @@ def lower_copy(tensor: Tensor, name: str, context: Context) -> KernelCall:
     return lower_body(Body("copy", (), ((tensor, name),), source=(name,)), context)
 
 
+@pointwise(*ROW_SUMS)
+def row_sum(op: Application) -> View:
+    """A row sum that elementwise operators of the same row read: computed once a row, before them."""
+    x, rule = op.view(0), ROW_SUMS[op.node.op]
+
+    def at(indices: Sequence[Expr]) -> Expr:
+        row = list(indices[:-1])
+
+        def compute() -> Expr:
+            size = op.emit.size(x.shape[-1])
+            with op.emit.outside(row):
+                with op.emit.reduction(SUM, "float32") as total:
+
+                    def add(position: Expr, lane: Expr, width: int) -> None:
+                        total.add(rule.before(op.emit.bind(widen(x.at([*row, position])))), lane)
+
+                    op.emit.span(size, add)
+                return op.emit.bind(tirx.Cast(op.dtype, rule.after(total.result, size)))
+
+        return op.emit.once(f"{op.node.outputs[0].name} {row}", compute)
+
+    return op.result(at)
+
+
 @kernel("Map")
 def lower_map(node: gs.Node, context: Context) -> list[KernelCall]:
     """The kernels of a ``coda.Map`` node: one for each distinct shape among its outputs."""
@@ -116,9 +152,11 @@ def lower_map(node: gs.Node, context: Context) -> list[KernelCall]:
     outside = {i.name: known[o.name] for i, o in zip(graph.inputs, node.inputs, strict=True) if o.name in known}
     context = replace(context, values=infer(graph, outside).values)
     nodes = ir.in_order(graph)
-    statistics = [n for n in nodes if n.op == "RowMoments"]
-    sums = [n for n in nodes if n.op in ROW_SUMS]
-    nodes = [n for n in nodes if n.op != "RowMoments" and n.op not in ROW_SUMS]
+    results = {t.name for t in graph.outputs}
+    ends = [n for n in nodes if any(t.name in results for t in n.outputs)]
+    statistics = [n for n in ends if n.op == "RowMoments"]
+    sums = [n for n in ends if n.op in ROW_SUMS]
+    nodes = [n for n in nodes if not any(n is end for end in (*statistics, *sums))]
     computed = {t.name for n in (*statistics, *sums) for t in n.outputs}
     groups: list[tuple[list[Tensor], gs.Node | None]] = [([], n) for n in statistics]
     for out in graph.outputs:
