@@ -52,8 +52,8 @@ class Scores:
     product: gs.Variable
     dims: Dims
     scale: float = 1.0
-    _memo: dict[tuple[int, int], Term] = field(default_factory=dict)
-    _leaves: dict[tuple[int, int], Term] = field(default_factory=dict)
+    _memo: dict[tuple[int, Dims], Term] = field(default_factory=dict)
+    _leaves: dict[tuple[int, Dims], Term] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._after = descendants(self.product.inputs[0])
@@ -62,7 +62,7 @@ class Scores:
 
     def of(self, tensor: Tensor, lead: Dims) -> Term:
         """The term of ``tensor``, which broadcasts to ``[*lead, queries, keys]``. Raises Refused if it is none."""
-        key = (id(tensor), len(lead))
+        key = (id(tensor), lead)
         if key not in self._memo:
             self._memo[key] = self._read(tensor, lead)
         return self._memo[key]
@@ -167,7 +167,7 @@ class Scores:
         return len(dims) >= 2 and not same(dims[-1], 1) and not same(dims[-2], 1)
 
     def _operand(self, tensor: Tensor, lead: Dims) -> Term:
-        key = (id(tensor), len(lead))
+        key = (id(tensor), lead)
         if key not in self._leaves:
             self._leaves[key] = self._leaf(tensor, lead)
         return self._leaves[key]
