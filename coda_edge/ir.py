@@ -238,6 +238,19 @@ def remove_nodes(graph: gs.Graph, nodes: Iterable[gs.Node]) -> None:
     graph.nodes = [n for n in graph.nodes if id(n) not in gone]
 
 
+def reads(node: gs.Node) -> list[Tensor]:
+    """What ``node`` reads: its inputs, and of the tensors around it those that its nested graphs read or return."""
+    nested = [g for g in node.attrs.values() if isinstance(g, gs.Graph)] if node.domain != DOMAIN else []
+    if not nested:
+        return list(node.inputs)
+    outside: list[Tensor] = list(node.inputs)
+    for graph in nested:
+        made = {id(t) for t in (*graph.inputs, *(t for n in graph.nodes for t in n.outputs))}
+        used = [*(t for n in graph.nodes for t in reads(n)), *graph.outputs]
+        outside.extend(t for t in used if id(t) not in made)
+    return outside
+
+
 def remove_dead(graph: gs.Graph) -> None:
     """Removes every node whose results nobody reads."""
     live = {id(t) for t in graph.outputs}
@@ -245,7 +258,7 @@ def remove_dead(graph: gs.Graph) -> None:
     for node in reversed(in_order(graph)):
         if any(id(t) in live for t in node.outputs):
             keep.append(node)
-            live.update(id(t) for t in node.inputs)
+            live.update(id(t) for t in reads(node))
     kept = {id(n) for n in keep}
     remove_nodes(graph, [n for n in graph.nodes if id(n) not in kept])
 
@@ -265,7 +278,7 @@ def in_order(graph: gs.Graph) -> list[gs.Node]:
                 continue
             state[id(node)] = True
             stack.append((node, True))
-            sources = [producer(t) for t in node.inputs]
+            sources = [producer(t) for t in reads(node)]
             stack.extend((s, False) for s in reversed(sources) if s is not None and id(s) not in state)
     return order
 

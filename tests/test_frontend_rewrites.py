@@ -420,6 +420,41 @@ def test_a_branch_that_sizes_decide(size: int, left: set[str]) -> None:
     assert set(_ops(_check(BRANCH.format(size=size)))) == left
 
 
-def test_a_branch_that_data_decides() -> None:
-    with pytest.raises(UnsupportedOperator, match=r"operator If .*its path depends on data"):
+def test_branches_of_other_shapes_are_refused() -> None:
+    with pytest.raises(UnsupportedOperator, match=r"operator If .*data decides between results of float32"):
         normalize(load(_parse(BRANCH.format(size="S"))))
+
+
+CHOICE = """(float[B, 6] x, bool c) => (float[B, 6] y) {{
+    k = Constant <value_float = 2.0> ()
+    y = If (c) <
+        then_branch = t () => (float[B, 6] a) {{ n = Constant <value_float = 3.0> () z = Mul(x, n) a = Exp(z) }},
+        else_branch = e () => (float[B, 6] b) {{ n = Constant <value_float = 5.0> () z = Mul(x, n) w = {last} b = Neg(w) }}
+    >
+}}"""
+
+
+def test_branches_that_data_decides_are_both_computed() -> None:
+    """Names that both branches have, and a constant from outside."""
+    model = _parse(CHOICE.format(last="Add(z, k)"))
+    graph = normalize(load(model))
+    assert "If" not in _ops(graph) and _ops(graph)["Where"] == 1
+    for taken in (True, False):
+        feeds = {"x": np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32), "c": np.array(taken)}
+        assert worst_error(run(model, feeds), run(to_model(graph), feeds)) <= 1e-6
+
+
+def test_a_branch_that_may_fail_or_draw_numbers_is_refused() -> None:
+    with pytest.raises(UnsupportedOperator, match=r"operator If .*data decides whether RandomUniformLike"):
+        normalize(load(_parse(CHOICE.format(last="RandomUniformLike(z)"))))
+
+
+LOOP = """(float[B, 6] x, int64 m) => (float[B, 6] y) {
+    t = Constant <value = bool {1}> ()
+    y = Loop (m, t, x) < body = b (int64 i, bool go, float[B, 6] s) => (bool on, float[B, 6] r) { on = Identity(go) r = Exp(s) } >
+}"""
+
+
+def test_a_loop_that_data_decides_is_refused() -> None:
+    with pytest.raises(UnsupportedOperator, match=r"operator Loop .*how often its body runs"):
+        normalize(load(_parse(LOOP)))
