@@ -5,7 +5,7 @@ Rule: where the left operand of a constant-weight MatMul is affine in a raw tens
     a = R · x · C + Σ rᵢ ⊗ cᵢ        (R, rᵢ: one number a row;  C, cᵢ: constants, one number a column)
 
 then ``a @ W = R · (x @ (C W)) + Σ rᵢ ⊗ (cᵢ W)``: a row scale commutes with a right multiplication, a column scale folds
-into the weights, a constant term into a bias, a rank-one term into a row times a vector. So x is read as it was stored.
+into the weights, a constant term into a bias, a rank-one term into a row times a vector (into a bias before R, where r is R). So x is read as it was stored.
 
 LayerNorm's mean is such a term, with r = -mean(x)·R and c = C. It disappears: for *centred* weights, whose every
 column of C W has its mean taken off, ``(x - mean(x)) @ (C W) = x @ centred(C W)`` exactly.
@@ -47,13 +47,14 @@ from coda_edge.ir import (
     shape,
     sole_consumer,
 )
+from coda_edge.symbolic import Dim, same
 
 from .base import Pass, PassLog
 
 #: The largest error of a product, as a share of its largest value, that folding a shift into the weights may cause.
 BOUND = 1e-5
 
-#: A product of row tensors ``[…, 1]``, each to the power 1 or -1. Empty: one.
+#: A product of row tensors ``[…, 1]``, which may have one number for several rows, each to the power 1 or -1. Empty: one.
 Rows = tuple[tuple[Tensor, int], ...]
 
 
@@ -85,6 +86,12 @@ class Affine:
             False,
         )
 
+    def added_before(self, term: Term) -> int | None:
+        """The row factor before which ``term`` is a column added to the product, if all factors from there on multiply it."""
+        own, all_rows = ([(id(t), p) for t, p in rows] for rows in (term.rows, self.rows))
+        first = len(all_rows) - len(own)
+        return first if first >= 0 and own == all_rows[first:] else None
+
     def plus(self, term: Term) -> Affine:
         """This, plus a term."""
         return replace(self, terms=(*self.terms, term), trivial=False)
@@ -100,8 +107,8 @@ class _Product:
 
     @property
     def shifts(self) -> list[Term]:
-        """The terms that depend on the input."""
-        return [t for t in self.affine.terms if t.rows]
+        """The terms that take something of the input off its rows, or add it."""
+        return [t for t in self.affine.terms if self.affine.added_before(t) is None]
 
     @property
     def bound(self) -> float:
@@ -220,8 +227,11 @@ def analyse(tensor: Tensor) -> Affine:
 
 
 def _row(tensor: Tensor, like: Tensor) -> bool:
-    dims = shape(tensor)
-    return constant_value(tensor) is None and same_shape(dims, (*shape(like)[:-1], 1))
+    """Whether ``tensor`` has one number for each row of ``like``, or for some rows together."""
+    dims, whole = shape(tensor), (*shape(like)[:-1], 1)
+    if constant_value(tensor) is not None or len(dims) > len(whole):
+        return False
+    return all(same(d, w) or same(d, 1) for d, w in zip(dims, whole[len(whole) - len(dims) :], strict=True))
 
 
 def _add(x: Tensor, other: Tensor, swapped: bool, k: int) -> Affine | None:
@@ -274,17 +284,31 @@ def _rewrite(editor: GraphEditor, node: gs.Node, weights: Array, affine: Affine,
     base = node.name or out.name
     w = editor.constant(f"{node.inputs[1].name}.folded", folded.astype(np.float32))
     y = editor.apply("MatMul", [affine.raw, w], dims, f"{base}.raw")
-    y = _times(editor, y, affine.rows, base)
-    for term in (t for t in terms if t.rows):
+    for i, factor in enumerate(_factors(editor, affine.rows, base)):
+        early = [t.column @ weights for t in terms if t.rows and affine.added_before(t) == i]
+        if early:
+            column = editor.constant(f"{base}.term", np.sum(early, axis=0).astype(np.float32))
+            y = editor.apply("Add", [y, column], dims, f"{base}.shifted")
+        y = editor.apply("Mul", [y, factor], dims, f"{base}.scaled")
+    for term in (t for t in terms if affine.added_before(t) is None):
         vector = editor.constant(f"{base}.term", (term.column @ weights).astype(np.float32))
         first, *others = _factors(editor, term.rows, base)
-        outer = editor.apply("Mul", [first, vector], dims, f"{base}.outer")
-        for factor in others:
-            outer = editor.apply("Mul", [outer, factor], dims, f"{base}.outer")
+        for other in others:
+            first = editor.apply("Mul", [first, other], _broadcast(shape(first), shape(other)), f"{base}.shift")
+        outer = editor.apply(
+            "Mul", [first, vector], _broadcast(shape(first), (*(1 for _ in dims[1:]), dims[-1])), f"{base}.outer"
+        )
         y = editor.apply("Add", [y, outer], dims, f"{base}.shifted")
     if np.any(bias) and not _join_bias(editor, out, bias):
         y = editor.apply("Add", [y, editor.constant(f"{base}.bias", bias.astype(np.float32))], dims, f"{base}.biased")
     editor.replace(out, y)
+
+
+def _broadcast(a: Sequence[Dim], b: Sequence[Dim]) -> tuple[Dim, ...]:
+    """The shape of two tensors of rows together."""
+    rank = max(len(a), len(b))
+    first, second = ((*(1 for _ in range(rank - len(dims))), *dims) for dims in (a, b))
+    return tuple(q if same(p, 1) else p for p, q in zip(first, second, strict=True))
 
 
 def _join_bias(editor: GraphEditor, out: gs.Variable, bias: Array) -> bool:
@@ -320,12 +344,6 @@ def _same_rows(a: Sequence[tuple[Tensor, int]], b: Sequence[tuple[Tensor, int]])
 def _factors(editor: GraphEditor, rows: Rows, base: str) -> list[Tensor]:
     """Row tensors to multiply by: an inverse is computed once a row, not once an element."""
     return [t if p == 1 else editor.apply("Reciprocal", [t], shape(t), f"{base}.inverse") for t, p in rows]
-
-
-def _times(editor: GraphEditor, y: gs.Variable, rows: Rows, base: str) -> gs.Variable:
-    for factor in _factors(editor, rows, base):
-        y = editor.apply("Mul", [y, factor], shape(y), f"{base}.scaled")
-    return y
 
 
 PASS = Pass("absorb_norm", run)

@@ -131,3 +131,40 @@ def test_a_shift_that_nobody_measured_is_reported() -> None:
     )
     assert any("not measured" in note for note in coda_edge.optimize(m, verify=False).report.notes)
     assert not coda_edge.optimize(m).report.notes
+
+
+_BETWEEN = {
+    "a gate for each row": ("gate = ReduceMean(a, last) k = Mul(n, gate)", {"ReduceMean": 1, "Gemm": 2}),
+    "a gate for each batch entry": ("gate = ReduceMean(a, both) k = Mul(n, gate)", {"ReduceMean": 1, "Gemm": 2}),
+    "a shift for each position": ("k = Add(n, position)", {"Map": 1, "Gemm": 2}),
+    "a temperature": ("k = Div(n, temperature)", {"Gemm": 2}),
+}
+
+
+@pytest.mark.parametrize("between", _BETWEEN)
+def test_numbers_of_rows_move_behind_the_product(between: str) -> None:
+    text, kernels = _BETWEEN[between]
+    m = model(
+        f"""g (float[B, 7, 12] a, float[1, 7, 1] position, float[1] temperature) => (float[B, 7, 40] y)
+        {{ x = MatMul(a, u) n = LayerNormalization (x, g, b) {text} y = MatMul(k, w) }}""",
+        _CONSTANTS | {"both": np.array([1, 2])},
+    )
+    graph = frontend.normalize(frontend.load(m), None)
+    done = Rewritten(m, graph, run_pipeline(graph))
+    assert done.ops() == kernels
+    feeds = {"a": normal(3, 7, 12), "position": normal(1, 7, 1), "temperature": np.array([1.7], np.float32)}
+    assert done.error(feeds) < 3e-6
+
+
+def test_layers_share_norms_and_residuals() -> None:
+    """Post-norm: the norm's result goes to a product and, rebuilt from the raw tensor, to the next residual."""
+    m = model(
+        f"""g (float[B, 7, 12] a, float[B, 7, {_WIDTH}] residual) => (float[B, 7, 40] y) {{
+            p = MatMul(a, u) scaled = Mul(residual, two) x = Add(p, scaled) n1 = LayerNormalization (x, g, b)
+            h = MatMul(n1, v) t = Tanh(h) f = MatMul(t, v) r = Add(f, n1) n2 = LayerNormalization (r, g, b) y = MatMul(n2, w) }}""",
+        _CONSTANTS | {"v": normal(_WIDTH, _WIDTH, seed=6) / 5},
+    )
+    graph = frontend.normalize(frontend.load(m), None)
+    done = Rewritten(m, graph, run_pipeline(graph))
+    assert done.ops() == {"Gemm": 4}
+    assert done.error({"a": normal(3, 7, 12), "residual": normal(3, 7, _WIDTH, seed=5)}) < 3e-6
