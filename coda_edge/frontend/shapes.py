@@ -383,7 +383,8 @@ class _State:
 
     def of_data(self, dim: Dim) -> bool:
         """Whether data decides ``dim``."""
-        return not isinstance(dim, int) and any(s.name in self.info.data for s in dim.free_symbols)
+        data = self.info.data
+        return bool(data) and not isinstance(dim, int) and any(s.name in data for s in dim.free_symbols)
 
     def data_size(self, source: DataSize, base: str) -> Dim:
         """The symbol of ``source``, named after ``base``. A run in which it is negative is refused."""
