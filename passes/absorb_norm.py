@@ -47,7 +47,11 @@ from coda_edge.ir import (
     shape,
     sole_consumer,
 )
+<<<<<<< HEAD
 from coda_edge.symbolic import Dim, same
+=======
+from coda_edge.weights import factored
+>>>>>>> 33d7be7 (wip)
 
 from .base import Pass, PassLog
 
@@ -276,13 +280,15 @@ def _rewrite(editor: GraphEditor, node: gs.Node, weights: Array, affine: Affine,
     """Lets ``node`` read the raw tensor. The term ``mean`` is taken off by centred weights."""
     out = node.outputs[0]
     dims = shape(out)
-    folded = affine.column[:, None] * weights
+    folded, offset = affine.column[:, None] * weights, None
     terms = [t for t in affine.terms if t is not mean]
     if mean is not None:
-        folded = folded - folded.mean(axis=0, keepdims=True)
+        offset = folded.mean(axis=0)
+        folded = folded - offset
     bias = sum((t.column @ weights for t in terms if not t.rows), np.zeros(weights.shape[1]))
     base = node.name or out.name
-    w = editor.constant(f"{node.inputs[1].name}.folded", folded.astype(np.float32))
+    name, values = f"{node.inputs[1].name}.folded", folded.astype(np.float32)
+    w = factored(editor, name, values, node.inputs[1], affine.column, offset)
     y = editor.apply("MatMul", [affine.raw, w], dims, f"{base}.raw")
     for i, factor in enumerate(_factors(editor, affine.rows, base)):
         early = [t.column @ weights for t in terms if t.rows and affine.added_before(t) == i]

@@ -23,13 +23,13 @@ from coda_edge.ir import (
     DOMAIN,
     GraphEditor,
     Tensor,
-    constant_value,
     in_order,
     producer,
     remove_nodes,
     sole_consumer,
     sort,
 )
+from coda_edge.weights import choose_columns
 
 from .base import Pass, PassLog, sources
 
@@ -90,12 +90,12 @@ def _join(editor: GraphEditor, pair: _Pair) -> None:
     for output in EpilogueProgram.parse(pair.gate.attrs["epilogue"]).outputs:
         builder.output_like(output, values[output.name])
     program = builder.build(drop_unused_params=True)
-    even, other = constant_value(pair.gate.inputs[1]), constant_value(pair.gated.inputs[1])
-    assert even is not None and other is not None
-    weights = np.stack([even, other], axis=-1).reshape(even.shape[0], -1)
+    columns = np.arange(2 * int(pair.gate.inputs[1].shape[1])).reshape(2, -1).T.reshape(-1)
     inputs = [
         pair.gate.inputs[0],
-        editor.constant(f"{pair.gate.inputs[1].name}.gated", weights),
+        choose_columns(
+            editor, f"{pair.gate.inputs[1].name}.gated", [pair.gate.inputs[1], pair.gated.inputs[1]], columns
+        ),
         *(operands[p.name] for p in program.params[1:]),
     ]
     outputs = list(pair.gate.outputs)

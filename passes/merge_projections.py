@@ -26,6 +26,7 @@ from coda_edge.epilogue.ops import Group
 from coda_edge.epilogue.program import Argument, EpilogueProgram, Kind, Param
 from coda_edge.errors import ShapeError
 from coda_edge.ir import DOMAIN, Array, GraphEditor, Tensor, constant_value, descendants, in_order, remove_nodes, sort
+from coda_edge.weights import choose_columns
 
 from .base import Pass, PassLog, sources
 
@@ -138,8 +139,8 @@ class _Joint:
         """Puts the joint Gemm in the place of all."""
         nodes = [c.node for c in self._group]
         first = nodes[0]
-        weights = np.concatenate([constant_value(n.inputs[1]) for n in nodes], axis=1)
-        inputs = [first.inputs[0], editor.constant(f"{first.inputs[1].name}.joined", weights)]
+        weights = choose_columns(editor, f"{first.inputs[1].name}.joined", [n.inputs[1] for n in nodes])
+        inputs = [first.inputs[0], weights]
         for param in self.program.params[1:]:
             operand = self._operands[param.name]
             if param.name in self._joined:

@@ -48,6 +48,7 @@ from coda_edge.ir import (
     sort,
 )
 from coda_edge.symbolic import Dim, same
+from coda_edge.weights import choose_columns
 
 from .base import Pass, PassLog, sources
 from .heads import LEAD, SWAP, Labels, moved, unite_single_heads
@@ -465,9 +466,8 @@ class _Joint:
             raise Refused(str(e)) from e
         removed = list(self._region.nodes) + ([] if root.tensor is root.stored else [root.tensor.inputs[0]])
         outputs |= {name: self._target(tensor) for name, tensor in rotated.items()}
-        weights = constant_value(gemm.inputs[1])
-        assert weights is not None
-        inputs = [gemm.inputs[0], self._editor.constant(f"{gemm.inputs[1].name}.pairs", weights[:, order])]
+        weights = choose_columns(self._editor, f"{gemm.inputs[1].name}.pairs", [gemm.inputs[1]], order)
+        inputs = [gemm.inputs[0], weights]
         moved_columns = {p.name for p in root.program.params if p.kind is Kind.COL}
         for param in program.params[1:]:
             operand, column = self._operands[param.name], constant_value(self._operands[param.name])

@@ -72,11 +72,16 @@ class Half:
     narrow: Callable[[Expr], Expr]
 
 
+def _typed(dtype: str, like: Expr) -> str:
+    count = int(like.ty.dtype.lanes)
+    return dtype if count == 1 else f"{dtype}x{count}"
+
+
 HALF = {
-    "float16": Half(lambda x: tirx.Cast("float32", x), lambda x: tirx.Cast("float16", x)),
+    "float16": Half(lambda x: x.astype(_typed("float32", x)), lambda x: x.astype(_typed("float16", x))),
     "bfloat16": Half(intrinsics.widen_bfloat16, intrinsics.narrow_bfloat16),
 }
-_STORAGE = {"bool": "uint8", "bfloat16": "uint16"}
+STORAGE = {"bool": "uint8", "bfloat16": "uint16"}
 """The element type of a buffer, where it is not the tensor's."""
 
 
@@ -147,7 +152,7 @@ class Emitter:
         """The flat buffer of a graph tensor, constant or workspace, for ``load`` and ``store``."""
         key = operand if isinstance(operand, str) else f"{type(operand).__name__} {operand.name}"
         if key not in self._buffers:
-            stored = _STORAGE.get(dtype, dtype)
+            stored = STORAGE.get(dtype, dtype)
             self._buffers[key] = tirx.decl_buffer((_UNBOUNDED,), stored, name=f"buf{len(self._buffers)}")
             self._stored_as[self._buffers[key]] = dtype
             self._operands.append(operand)

@@ -8,6 +8,7 @@ import onnx_graphsurgeon as gs
 from ..epilogue.program import EpilogueProgram
 from ..errors import ShapeError
 from ..ir import constant_value, shape
+from ..weights import weight_of
 from .gemm import lower_gemm
 from .kernel import KernelCall
 from .pointwise import product
@@ -28,7 +29,7 @@ def lower_gemm_node(node: gs.Node, context: Context) -> list[KernelCall]:
             node.name,
             EpilogueProgram.parse(node.attrs["epilogue"]),
             a.name,
-            value,
+            weight_of(weight) if context.narrow else value,
             [t.name for t in operands],
             [t.name for t in node.outputs],
             product(dims[:-1]),

@@ -2,7 +2,7 @@
 
 A ``[M, K]``, operands and outputs are plain row-major tensors, M known at run time. W is packed into panels of ``width`` columns,
 each ``[K, width]``; the last panel is as narrow as what is left. An item is one panel for one block of rows; consecutive
-items share the block. The accumulators stay in registers until the epilogue has made the outputs of them.
+items share the block; ``weights`` says how panels are stored. The accumulators stay in registers until the epilogue has made the outputs of them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from ..errors import ShapeError
 from ..schedule.gemm import GemmSchedule, choose_gemm
 from ..symbolic import Dim, simplify
 from ..targets.target import Target
+from ..weights import Weight
 from .gemm_tile import GemmShape, Kernel
 from .kernel import KernelCall, KernelSource, Packed, Workspace
+from .weights import WeightFormat
 
 Operand: TypeAlias = "str | Packed"
 
@@ -33,7 +35,7 @@ def lower_gemm(
     name: str,
     program: EpilogueProgram,
     a: Operand,
-    weight: npt.NDArray[Any],
+    weight: npt.NDArray[Any] | Weight,
     operands: Sequence[Operand],
     outputs: Sequence[str],
     rows: Dim,
@@ -41,20 +43,21 @@ def lower_gemm(
     schedule: GemmSchedule | None = None,
     source: tuple[str, ...] = (),
 ) -> KernelCall:
-    """The kernel call for ``program`` over ``a [rows, K] @ weight [K, N]``, all float32.
+    """The kernel call for ``program`` over ``a [rows, K] @ weight [K, N]``, computed in float32.
 
     ``operands`` follow ``program.params[1:]`` and ``outputs`` ``program.outputs``: tiles ``[rows, width]``, rows ``[rows]``, columns
     ``[width]``, scalars one element. ``rows_per_batch``: S of outputs with ``heads`` and of operands that positions or batch
     entries share. Raises ShapeError if they do not fit.
     """
-    k, n = weight.shape
+    weight = weight if isinstance(weight, Weight) else Weight(np.asarray(weight, np.float32))
+    k, n = weight.stored.shape
     check_call(name, program, n, operands, outputs)
     if program.batched and rows_per_batch is None:
         raise ShapeError(
             f"GEMM '{name}': an output laid out in heads, or an operand shared by rows, needs the number of rows of a batch entry"
         )
     schedule = schedule or choose_gemm(target, n, 1 << depth(program))
-    shape = GemmShape(program, n, k, schedule)
+    shape = GemmShape(program, n, k, schedule, WeightFormat.of(weight))
     symbol = f"gemm_{n}x{k}_{_key(target, shape)}"
     merge = f"{symbol}_finish"
     count = shape.partials
@@ -63,11 +66,11 @@ def lower_gemm(
     return KernelCall(
         name=name,
         kernel=KernelSource(symbol, lambda: Kernel(shape).items(symbol)),
-        buffers=(a, Packed(f"{name}.weight", pack(shape, weight)), *operands, *outputs, *workspaces),
+        buffers=(a, *shape.format.packed(f"{name}.weight", weight, shape.orders()), *operands, *outputs, *workspaces),
         ints=(rows, rows_per_batch) if program.batched and rows_per_batch is not None else (rows,),
         items=simplify(blocks * shape.panels),
         grain=schedule.grain,
-        scratch=4 * schedule.block_rows * len(shape.hoisted),
+        scratch=4 * shape.scratch,
         finish=KernelSource(merge, lambda: Kernel(shape).merge(merge)) if count else None,
         outputs=tuple(outputs),
         flops=simplify(rows * (2 * n * k + program.flops(n))),
@@ -88,19 +91,11 @@ def check_call(
         )
 
 
-def pack(shape: GemmShape, weight: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """W ``[K, N]`` as panels, flat: the column classes apart in each."""
-    panels = []
-    for start in range(0, shape.n, shape.schedule.width):
-        stop = min(start + shape.schedule.width, shape.n)
-        order = [start + c for c in shape.columns(stop - start).permutation()]
-        panels.append(np.ascontiguousarray(weight[:, order], np.float32).ravel())
-    return np.concatenate(panels)
-
-
 def _key(target: Target, shape: GemmShape) -> str:
     """What makes this kernel differ from every other one, in eight hex digits."""
-    text = repr((target.name, sorted(target.tvm.items()), str(shape.program), shape.n, shape.k, shape.schedule))
+    text = repr(
+        (target.name, sorted(target.tvm.items()), str(shape.program), shape.n, shape.k, shape.schedule, shape.format)
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
@@ -114,7 +109,7 @@ def _traffic(shape: GemmShape, rows: Dim, rows_per_batch: Dim | None) -> Dim:
     wide = (Kind.TILE, Kind.COL)
     stored = [(p.name, program.operand_width(p, n) if p.kind in wide else 1, p.rows) for p in program.params[1:]]
     stored += [(o.value, program.output_width(o, n) if o.kind is Kind.TILE else 1, Rows.ALL) for o in program.outputs]
-    total: Dim = 4 * rows * shape.k + 4 * n * shape.k
+    total: Dim = 4 * rows * shape.k + shape.format.itemsize * n * shape.k
     for value, width, which in stored:
         size = tvm.DataType(STORAGE[dtypes[value]]).itemsize
         total = total + size * width * (counts[which] if kinds[value] in (Kind.TILE, Kind.ROW) else 1)

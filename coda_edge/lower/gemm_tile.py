@@ -16,9 +16,10 @@ from ..schedule.gemm import GemmSchedule
 from .body import Body, Buffer, Expr, external, f32, index, lanes, load, ramp, shuffle, widen
 from .gemm_layout import Layout, scaled
 from .statistics import Panels, Statistic, statistics
+from .weights import PLAIN, PackedWeight, WeightFormat
 
-_LINE = 16
-"""float32 of a cache line."""
+_LINE = 64
+"""Bytes of a cache line."""
 _SHARED = {Rows.POSITION: tirx.floormod, Rows.BATCH: tirx.floordiv}
 """An operand's row, from the tile's row and the rows of a batch entry, where it is not the tile's row."""
 
@@ -31,6 +32,7 @@ class GemmShape:
     n: int
     k: int
     schedule: GemmSchedule
+    format: WeightFormat = PLAIN
 
     @cached_property
     def panels(self) -> int:
@@ -57,6 +59,22 @@ class GemmShape:
         read = {a for s in self.program.steps if s not in rowwise for a in s.args}
         return tuple(s.result for s in rowwise if s.result in read)
 
+    @property
+    def scratch(self) -> int:
+        """float32 of a thread's scratch: hoisted row values, and a panel that is converted."""
+        return self.converted_at + (self.k * self.schedule.width if self.format.converts else 0)
+
+    @property
+    def converted_at(self) -> int:
+        """Where in the scratch a converted panel begins."""
+        return self.schedule.block_rows * len(self.hoisted)
+
+    def orders(self) -> list[list[int]]:
+        """The columns of each panel, in the order in which they lie."""
+        starts = range(0, self.n, self.schedule.width)
+        widths = [min(self.schedule.width, self.n - start) for start in starts]
+        return [[s + c for c in self.columns(w).permutation()] for s, w in zip(starts, widths, strict=True)]
+
     def columns(self, width: int) -> Columns:
         """How the columns of a panel of ``width`` lie."""
         return Columns(width, depth(self.program), self.schedule.lanes)
@@ -70,13 +88,13 @@ class Kernel:
         self.schedule = shape.schedule
         self.body = Body()
         program, dtypes = shape.program, shape.program.dtypes()
-        self.a, self.w = external("a"), external("w")
+        self.a, self.weight = external("a"), PackedWeight.declare(shape.format)
         self.operands = {p.name: external(p.name, STORAGE[p.dtype]) for p in program.params[1:]}
         self.outputs = {o.name: external(f"{o.name}_out", STORAGE[dtypes[o.value]]) for o in program.outputs}
         self.partials, self.scratch = external("partials"), external("scratch")
         self.rows, self.rows_per_batch = tirx.Var("rows", "int64"), tirx.Var("rows_per_batch", "int64")
         self.begin, self.end = tirx.Var("begin", "int64"), tirx.Var("end", "int64")
-        buffers = [self.a, self.w, *self.operands.values(), *self.outputs.values()]
+        buffers = [self.a, *self.weight.params, *self.operands.values(), *self.outputs.values()]
         buffers += [self.partials, self.scratch] if shape.statistics else [self.scratch]
         batched = [self.rows_per_batch] if program.batched else []
         self.params = [*buffers, self.rows, *batched, self.begin, self.end]
@@ -146,18 +164,54 @@ class Kernel:
             write(offset, 1)
 
     def _panel(self, panel: Expr, columns: Columns, first: Expr, last: Expr) -> None:
+        if not self.shape.format.converts:
+            self._tiles(panel, columns, first, last)
+            return
+        rows = self.schedule.rows
+        with self.body.when(last - first > index(rows)):
+            self._convert(panel, columns)
+            self._tiles(panel, columns, first, last, converted=True)
+        with self.body.when(last - first <= index(rows)):
+            lines = index(self._lines)
+            self._edge(panel, columns, first, first).write(index(0), self.body.let(lines, "share"))
+
+    def _convert(self, panel: Expr, columns: Columns) -> None:
+        """The panel in float32, to scratch."""
+        start = self.body.let(self.panel_start(panel), "panel_start")
+        with self.body.loop(0, self.shape.k, "k") as step:
+            for at in range(0, columns.width, self.schedule.lanes):
+                count = min(self.schedule.lanes, columns.width - at)
+                value = self.weight.load(
+                    start + step * columns.width + at, step, panel * self.schedule.width + at, count
+                )
+                self.body.store(self.scratch, step * columns.width + (self.shape.converted_at + at), value)
+
+    def panel_start(self, panel: Expr) -> Expr:
+        """The first element of a panel."""
+        return panel * (self.schedule.width * self.shape.k)
+
+    @property
+    def _lines(self) -> int:
+        """Cache lines of a panel's rows in one K block."""
+        return self.schedule.width * self.schedule.unroll * self.shape.format.itemsize // _LINE
+
+    def _edge(self, panel: Expr, columns: Columns, first: Expr, row: Expr, converted: bool = False) -> Tile:
+        """The tile from ``row`` on of which some rows may be beyond the last one."""
+        rows = self.schedule.rows
+        clamped = [self.body.let(tirx.min(row + i, self.rows - 1), "row") for i in range(rows)]
+        return Tile(self, panel, columns, first, clamped, [row + i < self.rows for i in range(rows)], converted)
+
+    def _tiles(self, panel: Expr, columns: Columns, first: Expr, last: Expr, converted: bool = False) -> None:
         body, rows = self.body, self.schedule.rows
         whole = body.let(tirx.floordiv(last - first, index(rows)), "whole")
         tiles = tirx.max(tirx.floordiv(last - first + (rows - 1), index(rows)), index(1))
-        lines = self.schedule.width * self.schedule.unroll // _LINE
-        share = body.let(tirx.floordiv(tiles + (lines - 1), tiles), "share")
+        share = body.let(tirx.floordiv(tiles + (self._lines - 1), tiles), "share")
         with body.loop(0, whole, "tile") as tile:
             row = body.let(first + tile * rows, "row")
-            Tile(self, panel, columns, first, [row + i for i in range(rows)]).write(tile, share)
+            Tile(self, panel, columns, first, [row + i for i in range(rows)], None, converted).write(tile, share)
         with body.when(first + whole * rows < last):
             row = body.let(first + whole * rows, "row")
-            clamped = [body.let(tirx.min(row + i, self.rows - 1), "row") for i in range(rows)]
-            Tile(self, panel, columns, first, clamped, [row + i < self.rows for i in range(rows)]).write(whole, share)
+            self._edge(panel, columns, first, row, converted).write(whole, share)
 
     def _merge_rows(self, at: Expr, count: int) -> None:
         program = self.shape.program
@@ -184,7 +238,7 @@ class Tile:
     """One register tile: its K loop and its epilogue.
 
     ``rows``: the row of A at each row of the tile; ``first``: the block's first row. ``valid``, at the edge: which rows are
-    there to be stored; the others repeat the last one.
+    there to be stored; the others repeat the last one. ``converted``: the panel is in scratch.
     """
 
     def __init__(
@@ -195,6 +249,7 @@ class Tile:
         first: Expr,
         rows: list[Expr],
         valid: list[Expr] | None = None,
+        converted: bool = False,
     ) -> None:
         self.kernel = kernel
         self.shape = kernel.shape
@@ -204,6 +259,7 @@ class Tile:
         self.first = first
         self.rows = rows
         self.valid = valid
+        self.converted = converted
         self.acc: dict[Place, Buffer] = {}
         self.batches: list[tuple[Expr, Expr]] = []
         """Of each row, the batch entry and the position in it."""
@@ -223,15 +279,15 @@ class Tile:
             for place, _, n in pieces:
                 acc = self.acc[Place(i, place.cls, place.part)] = body.alloc(n, name="acc")
                 body.store(acc, 0, widen(f32(0), n))
-        panel_start = body.let(self.panel * (self.kernel.schedule.width * k), "panel_start")
+        panel_start = body.let(self.kernel.panel_start(self.panel), "panel_start")
         starts = [body.let(row * k, "start") for row in (self.rows if self.valid else self.rows[:1])]
         if self.valid is None:
             starts = [starts[0] + i * k for i in range(len(self.rows))]
 
         def steps(start: Expr | int, stop: Expr | int) -> None:
             with body.loop(start, stop, "k") as step:
-                at = body.let(panel_start + step * self.columns.width, "at")
-                weights = [body.let(load(self.kernel.w, at + offset, n), "w") for _, offset, n in pieces]
+                at = body.let((0 if self.converted else panel_start) + step * self.columns.width, "at")
+                weights = [body.let(self._weights(at, step, offset, n), "w") for _, offset, n in pieces]
                 for i, row_start in enumerate(starts):
                     a = body.let(load(self.kernel.a, row_start + step), "a")
                     for (place, _, n), w in zip(pieces, weights, strict=True):
@@ -247,12 +303,19 @@ class Tile:
         if rest:
             steps(blocks * unroll, k)
 
+    def _weights(self, at: Expr, step: Expr, offset: int, count: int) -> Expr:
+        """``count`` weights of row ``step`` of the panel, which begins at element ``at``, from column ``offset`` of the panel on."""
+        kernel = self.kernel
+        if self.converted:
+            return load(kernel.scratch, at + (self.shape.converted_at + offset), count)
+        return kernel.weight.load(at + offset, step, self.panel * kernel.schedule.width + offset, count)
+
     def _prefetch(self, panel_start: Expr, step: Expr, share: Expr) -> None:
         """The ``step``-th share of the next panel's cache lines."""
-        size = self.kernel.schedule.width * self.shape.k
+        size, line_size = self.kernel.schedule.width * self.shape.k, _LINE // self.shape.format.itemsize
         ahead = self.body.let(step * share, "ahead")
-        with self.body.when(ahead < index(size // _LINE)), self.body.loop(0, share, "line") as line:
-            self.body.prefetch(self.kernel.w, panel_start + size + (ahead + line) * _LINE)
+        with self.body.when(ahead < index(size // line_size)), self.body.loop(0, share, "line") as line:
+            self.body.prefetch(self.kernel.weight.panels, panel_start + size + (ahead + line) * line_size)
 
     def _epilogue(self) -> None:
         if self.shape.program.batched:

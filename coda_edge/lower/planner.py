@@ -76,7 +76,7 @@ def lower(graph: gs.Graph, target: Target, constraints: Sequence[Assumed] = ()) 
     assumed = ConstraintSet()
     assumed.add(SymbolicInfo(constraints=list(constraints)))
     assumed.add(info)
-    context = Context(target, info.values, info.sources)
+    context = Context(target, info.values, info.sources, narrow=True)
     calls, roots, stored = _calls(graph, context)
     return _Planner(graph, roots, stored, info.data).plan(calls, assumed.known_by(graph, info))
 

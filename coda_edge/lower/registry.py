@@ -21,6 +21,7 @@ from .. import ir
 from ..errors import UnsupportedOperator
 from ..ir import Tensor
 from ..symbolic import Dim, same
+from ..weights import narrowest
 from .emit import Emitter, Expr, as_int, int64, register
 from .kernel import KernelCall, Packed
 
@@ -42,11 +43,15 @@ class View:
 
 @dataclass(frozen=True)
 class Context:
-    """What lowering knows besides the graph: the target, the values that sizes determine, and the tensors that sizes are read from."""
+    """What lowering knows besides the graph: the target, the values that sizes determine, and the tensors that sizes are read from.
+
+    ``narrow``: constants may be stored in half precision where that is exact.
+    """
 
     target: Target
     values: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     sources: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    narrow: bool = False
 
     @property
     def lanes(self) -> int:
@@ -182,7 +187,9 @@ def leaf(tensor: Tensor, emit: Emitter, context: Context, fold: Fold = tuple) ->
             return literal(data, shape, dtype, emit)
         if data.size and bool(np.all(data == data.flat[0])):
             return View(shape, dtype, lambda _: constant(data.flat[0].item(), dtype))
-        operand = Packed(tensor.name, data)
+        stored = narrowest(data) if context.narrow else data
+        operand = Packed(tensor.name, stored)
+        return View(shape, dtype, lambda idx: emit.load(operand, stored.dtype.name, emit.ravel(idx, shape)))
     elif inlined(tensor, context):
         return literal(context.values[tensor.name], shape, dtype, emit)
     return View(shape, dtype, lambda idx: emit.load(operand, dtype, emit.ravel(idx, shape)))
