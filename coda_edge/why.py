@@ -57,17 +57,22 @@ def _reason(node: gs.Node, inside: list[gs.Node]) -> str:
 
 def _behind_gemm(inside: list[gs.Node], name: str, gemm: gs.Node) -> str:
     """Why what reads ``name``, which ``gemm`` makes, is not its epilogue."""
-    reader = next((n for n in inside if any(t.name == name for t in n.inputs)), inside[0])
-    tile = (*shape(gemm.inputs[0])[:-1], shape(gemm.inputs[1])[-1])
     read = next(t for n in inside for t in n.inputs if t.name == name)
+    reader = _first_reader(inside, read)
+    while reader.op in VIEWS and any(t.name == reader.outputs[0].name for n in inside for t in n.inputs):
+        read = reader.outputs[0]
+        reader = _first_reader(inside, read)
     if reader.op not in ELEMENTWISE and reader.op not in _ROW_STATISTICS:
         return f"{reader.op} of '{name}' is no step of an epilogue"
-    dims = f"[{', '.join(map(str, shape(read)))}]"
+    tile = (*shape(gemm.inputs[0])[:-1], shape(gemm.inputs[1])[-1])
     if same_shape(shape(read), (*tile[:-1], 1)):
         return f"'{name}' is a statistic of whole rows, which the GEMM before knows only when it is done"
-    return (
-        f"{reader.op} works on '{name}' as {dims}, and the GEMM that makes it on rows of [{', '.join(map(str, tile))}]"
-    )
+    dims, rows = (f"[{', '.join(map(str, d))}]" for d in (shape(read), tile))
+    return f"{reader.op} works on '{name}' as {dims}, and the GEMM that makes it on rows of {rows}"
+
+
+def _first_reader(inside: list[gs.Node], tensor: Tensor) -> gs.Node:
+    return next(n for n in inside if any(t.name == tensor.name for t in n.inputs))
 
 
 def _maker(tensor: Tensor) -> gs.Node | None:
