@@ -47,11 +47,8 @@ from coda_edge.ir import (
     shape,
     sole_consumer,
 )
-<<<<<<< HEAD
 from coda_edge.symbolic import Dim, same
-=======
 from coda_edge.weights import factored
->>>>>>> 33d7be7 (wip)
 
 from .base import Pass, PassLog
 
