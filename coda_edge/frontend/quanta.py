@@ -27,7 +27,7 @@ def place_quantisation(graph: gs.Graph) -> int:
     editor = ir.GraphEditor(graph)
     count = 0
     for node in [n for n in graph.nodes if n.op == "QuantizeLinear" and not n.domain]:
-        back = ir.sole_consumer(graph, node.outputs[0])
+        back = reader(graph, node.outputs[0])
         if back is None or back.op != "DequantizeLinear" or not all(_by_one_scale(n) for n in (node, back)):
             continue
         count += _before_movement(editor, node, back) or _behind_movement(editor, node, back)
@@ -38,10 +38,16 @@ def place_quantisation(graph: gs.Graph) -> int:
 def moved_on(graph: gs.Graph, tensor: ir.Tensor) -> list[gs.Node]:
     """The operators that only move the elements of ``tensor``, one after another, each the only reader of what it moves."""
     moves: list[gs.Node] = []
-    while (user := ir.sole_consumer(graph, tensor)) is not None and user.op in MOVES and user.inputs[0] is tensor:
+    while (user := reader(graph, tensor)) is not None and user.op in MOVES and user.inputs[0] is tensor:
         moves.append(user)
         tensor = user.outputs[0]
     return moves
+
+
+def reader(graph: gs.Graph, tensor: ir.Tensor) -> gs.Node | None:
+    """The only node that reads ``tensor``, but for those that read its shape; None for an output of the graph too."""
+    users = [u for u in ir.consumers(tensor) if u.op != "Shape"]
+    return users[0] if len(users) == 1 and not ir.is_output(graph, tensor) else None
 
 
 def is_constant(tensor: ir.Tensor) -> bool:
@@ -53,13 +59,13 @@ def is_constant(tensor: ir.Tensor) -> bool:
 
 def _before_movement(editor: ir.GraphEditor, quantise: gs.Node, back: gs.Node) -> bool:
     graph = editor.graph
-    tensor, reader = quantise.inputs[0], quantise
+    tensor, user = quantise.inputs[0], quantise
     chain: list[gs.Node] = []
     while (node := ir.made_by(tensor, *MOVES, *_FACTORS)) is not None:
-        if ir.sole_consumer(graph, tensor) is not reader or (node.op in _FACTORS and not _is_factor(node)):
+        if reader(graph, tensor) is not user or (node.op in _FACTORS and not _is_factor(node)):
             break
         chain.insert(0, node)
-        tensor, reader = node.inputs[_operand(node)], node
+        tensor, user = node.inputs[_operand(node)], node
     moves, factors = [n for n in chain if n.op in MOVES], [n for n in chain if n.op in _FACTORS]
     if not moves or not _of_weights(tensor):
         return False
@@ -70,7 +76,7 @@ def _before_movement(editor: ir.GraphEditor, quantise: gs.Node, back: gs.Node) -
 def _behind_movement(editor: ir.GraphEditor, quantise: gs.Node, back: gs.Node) -> bool:
     x = quantise.inputs[0]
     product = ir.made_by(x, "MatMul")
-    if product is None or _of_weights(x) or ir.sole_consumer(editor.graph, x) is not quantise:
+    if product is None or _of_weights(x) or reader(editor.graph, x) is not quantise:
         return False
     moves = moved_on(editor.graph, back.outputs[0])
     if not moves:
@@ -80,12 +86,18 @@ def _behind_movement(editor: ir.GraphEditor, quantise: gs.Node, back: gs.Node) -
 
 
 def _rewire(editor: ir.GraphEditor, source: ir.Tensor, chain: list[gs.Node], result: gs.Variable) -> None:
-    """Applies the operators of ``chain`` one after another to ``source``, in place of themselves, and makes ``result`` of them."""
+    """Applies the operators of ``chain`` one after another to ``source``, in place of themselves, and makes ``result`` of them.
+
+    A Shape of what one of them made is of what it makes now: that has the same shape.
+    """
     result.inputs.clear()
     for node in chain:
         out = result if node is chain[-1] else gs.Variable(editor.names.fresh(f"{result.name}.{node.op}"))
         inputs = [source if i == _operand(node) else t for i, t in enumerate(node.inputs)]
         editor.node(node.op, inputs, [out], node.name, **node.attrs)
+        for old in node.outputs:
+            for shape in [u for u in ir.consumers(old) if u.op == "Shape"]:
+                shape.inputs = [out]
         source = out
     ir.remove_nodes(editor.graph, chain)
 
