@@ -127,7 +127,7 @@ def lower_attention(
     for operand in read:
         traffic = traffic + operand.shape[0] * operand.shape[1] * operand.shape[2] * operand.shape[3]
     if extras.present is not None:
-        traffic = traffic + 2 * heads * sizes.keys * (sizes.depth + sizes.columns) / sizes.group
+        traffic = traffic + 2 * sympy.sympify(heads) * sizes.keys * (sizes.depth + sizes.columns) / sizes.group
         blocks = sympy.Max(blocks, 1)
     outputs = (output, *(extras.present or ()))
     bounds = [d for b in extras.bands for d in (b.first, b.last) if d is not None]
