@@ -11,8 +11,8 @@ Rule: Reshape(Reshape(x)) is one Reshape of x, or x itself if the shape is x's. 
 So exporters that flatten ``[B, S, K]`` to ``[B·S, K]`` around each projection, or around each layer, leave no trace.
 
 Conditions: the target of the Reshape that moves is a constant; x has at least two dimensions. A second target that copies dimensions
-(0) must be known in numbers. Where r has more dimensions than x, or x more than three, only operators of r alone count, no reductions:
-heads are laid out from ``[B, S, K]``, so what has that form keeps it.
+(0) must be known in numbers. Where r has more dimensions than x, only operators of r alone count, no reductions; where x has more than
+three, no result may be reshaped but back: heads are laid out from ``[B, S, K]``, so what has that form keeps it.
 Refused: moving a Reshape that is a graph output, or one whose readers are not all of these kinds: it would be kept beside its copies.
 """
 
@@ -23,6 +23,7 @@ import onnx_graphsurgeon as gs
 
 from coda_edge.ir import (
     ELEMENTWISE,
+    VIEWS,
     GraphEditor,
     Tensor,
     column_range,
@@ -65,7 +66,7 @@ def _sink(graph: gs.Graph, editor: GraphEditor, reshape: gs.Node) -> int:
     if composed or not readers or not _keeps_rows(reshape) or is_output(graph, reshape.outputs[0]):
         return composed
     region = _Region(reshape)
-    if not all(region.has(u) for u in readers):
+    if not all(region.has(u) for u in readers) or region.loses_heads():
         return 0
     region.move(editor)
     return len(region.nodes)
@@ -84,7 +85,7 @@ class _Region:
         self.nodes: list[gs.Node] = []
         self._reshape = reshape
         self._before, self._after = shape(reshape.inputs[0])[:-1], shape(reshape.outputs[0])[:-1]
-        self._joint = 2 >= len(self._before) >= len(self._after)
+        self._joint = len(self._before) >= len(self._after)
         self._inside = {id(reshape.outputs[0])}
         self._rows: dict[int, Tensor] = {id(reshape.outputs[0]): reshape.inputs[0]}
         waiting = consumers(reshape.outputs[0])
@@ -99,6 +100,14 @@ class _Region:
     def has(self, node: gs.Node) -> bool:
         """Whether ``node`` moves."""
         return any(node is n for n in self.nodes)
+
+    def loses_heads(self) -> bool:
+        """Whether a result is split further (into heads, which a product lays out from ``[B, S, K]`` only) and would come from more axes."""
+        if len(self._before) < 3:
+            return False
+        made = [o for n in self.nodes for o in n.outputs]
+        behind = [(o, u) for o in made for u in consumers(o) if u.op in VIEWS and not self.has(u)]
+        return any(not same_shape(shape(u.outputs[0]), (*self._before, shape(o)[-1])) for o, u in behind)
 
     def _joins(self, node: gs.Node) -> bool:
         if node.domain:
