@@ -69,7 +69,7 @@ def _before_movement(editor: ir.GraphEditor, quantise: gs.Node, back: gs.Node) -
     moves, factors = [n for n in chain if n.op in MOVES], [n for n in chain if n.op in _FACTORS]
     if not moves or not _of_weights(tensor):
         return False
-    _rewire(editor, tensor, [*factors, quantise, back, *moves], back.outputs[0])
+    _rewire(editor, tensor, [*chain, quantise, back], [*factors, quantise, back, *moves])
     return True
 
 
@@ -81,25 +81,28 @@ def _behind_movement(editor: ir.GraphEditor, quantise: gs.Node, back: gs.Node) -
     moves = moved_on(editor.graph, back.outputs[0])
     if not moves:
         return False
-    _rewire(editor, x, [*moves, quantise, back], moves[-1].outputs[0])
+    _rewire(editor, x, [quantise, back, *moves], [*moves, quantise, back])
     return True
 
 
-def _rewire(editor: ir.GraphEditor, source: ir.Tensor, chain: list[gs.Node], result: gs.Variable) -> None:
-    """Applies the operators of ``chain`` one after another to ``source``, in place of themselves, and makes ``result`` of them.
-
-    A Shape of what one of them made is of what it makes now: that has the same shape.
-    """
+def _rewire(editor: ir.GraphEditor, source: ir.Tensor, before: list[gs.Node], after: list[gs.Node]) -> None:
+    """Applies operators one after another to ``source`` in the order ``after``, in place of ``before``; the last result is the same."""
+    result = before[-1].outputs[0]
     result.inputs.clear()
-    for node in chain:
-        out = result if node is chain[-1] else gs.Variable(editor.names.fresh(f"{result.name}.{node.op}"))
-        inputs = [source if i == _operand(node) else t for i, t in enumerate(node.inputs)]
+    made: dict[int, ir.Tensor] = {}
+    tensor = source
+    for node in after:
+        out = result if node is after[-1] else gs.Variable(editor.names.fresh(f"{result.name}.{node.op}"))
+        inputs = [tensor if i == _operand(node) else t for i, t in enumerate(node.inputs)]
         editor.node(node.op, inputs, [out], node.name, **node.attrs)
-        for old in node.outputs:
-            for shape in [u for u in ir.consumers(old) if u.op == "Shape"]:
-                shape.inputs = [out]
-        source = out
-    ir.remove_nodes(editor.graph, chain)
+        made[id(node)] = tensor = out
+    # Only movement makes shapes: whatever had one has that of the last movement before it.
+    moved = source
+    for node in before:
+        moved = made[id(node)] if node.op in MOVES else moved
+        for reads_shape in [u for old in node.outputs for u in ir.consumers(old) if u.op == "Shape"]:
+            reads_shape.inputs = [moved]
+    ir.remove_nodes(editor.graph, before)
 
 
 def _by_one_scale(node: gs.Node) -> bool:
