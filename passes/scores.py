@@ -27,7 +27,7 @@ from coda_edge.ir import (
     same_shape,
     shape,
 )
-from coda_edge.symbolic import Dim, divide, product, same
+from coda_edge.symbolic import Dim, product, same
 
 from .bands import Bands, trimmed
 from .region import DTYPES, Refused, program_dtype
@@ -207,27 +207,23 @@ def regrouped(dims: Dims, lead: Dims, base: Dims, grouped: bool = False) -> Dims
         return dims
     at, result = 0, list[Dim]()
     for axis, need in enumerate(base):
-        group: list[int] = []
-        size: Dim = 1
-        while at < len(lead) and not same(size, need):
-            size = product((size, lead[at]))
-            group.append(at)
-            at += 1
-            if not same(size, need) and divide(need, size) is None:
-                rest = base[axis:]
-                joint = same(size, product(rest)) and len(group) == 1 and at == len(lead)
-                return (*result, *(rest if not same(dims[group[0]], 1) else (1,) * len(rest))) if joint else None
-        if not same(size, need):
-            return None
-        whole = [not same(dims[i], 1) for i in group if not same(lead[i], 1)]
+        ends = range(at, len(lead) + 1)
+        end = next((e for e in ends if same(product(lead[at:e]), need)), None)
+        if end is None:
+            # Batch entries and heads in one dimension.
+            rest = base[axis:]
+            joint = at == len(lead) - 1 and same(lead[at], product(rest))
+            return (*result, *((1,) * len(rest) if same(dims[at], 1) else rest)) if joint else None
+        whole = [not same(dims[i], 1) for i in range(at, end) if not same(lead[i], 1)]
         if not any(whole):
             result.append(1)
         elif all(whole):
             result.append(need)
         elif (axis == 0 and whole == sorted(whole)) or (grouped and axis and whole == sorted(whole, reverse=True)):
-            result.append(product(dims[i] for i in group))
+            result.append(product(dims[at:end]))
         else:
             return None
+        at = end
     return tuple(result) if all(same(lead[i], 1) for i in range(at, len(lead))) else None
 
 
