@@ -65,6 +65,9 @@ CONVS = [
     (("B", 4, "S"), (6, 4, 3), {"pads": [1, 1]}, True),
     (("B", 4, 21), (6, 2, 3), {"pads": [2, 1], "group": 2, "dilations": [2], "strides": [2]}, True),
     ((1, 6, 9, 8), (6, 1, 3, 3), {"group": 6, "auto_pad": "SAME_UPPER"}, False),
+    (("B", 6, 53), (6, 1, 7), {"group": 6, "pads": [3, 3]}, True),
+    ((2, 5, 11, 41), (5, 1, 3, 4), {"group": 5, "pads": [1, 2, 1, 1], "strides": [2, 2], "dilations": [1, 2]}, True),
+    (("B", 20, "S"), (40, 20, 7), {"pads": [6, 6], "dilations": [2]}, False),
 ]
 
 

@@ -84,7 +84,8 @@ def _matrix(view: View, dims: Sequence[Dim], extra: int) -> View:
 def lower_conv(node: gs.Node, context: Context) -> list[KernelCall]:
     """Conv over 1 or 2 spatial axes (any number), grouped, strided, dilated, padded.
 
-    Lanes are output channels: the weights are packed as ``[input channel · window, output channel]`` if they are constant.
+    Lanes are output channels: the weights are packed as ``[input channel · window, output channel]`` if they are constant. Where each
+    channel is by itself, they are places along the last axis.
     """
     source, weights, out = node.inputs[0], node.inputs[1], node.outputs[0]
     x_dims, w_dims, y_dims = ir.shape(source), ir.shape(weights), ir.shape(out)
@@ -115,16 +116,24 @@ def lower_conv(node: gs.Node, context: Context) -> list[KernelCall]:
                 sums = [emit.local(width, dtype) for _ in range(_ROWS)]
                 for total in sums:
                     emit.store(total, lane, bias.at([here]) if bias is not None else constant(0, dtype))
-                with emit.loop(int64(depth)) as c, emit.loop(int64(math.prod(window))) as flat:
+                with emit.loop(int64(math.prod(window))) as flat:
                     tap = emit.unravel(flat, window)
-                    weight = w.at([here, c, *tap])
-                    for total, place in zip(sums, places, strict=True):
-                        taken = [
+                    # What a row reads and whether it is padding depends on the tap alone: both stay out of the loop over channels.
+                    taken = [
+                        [
                             at * int64(s) + t * int64(d) - int64(p)
                             for at, t, s, d, p in zip([*outer, place], tap, strides, dilations, before, strict=True)
                         ]
-                        value = _padded(x, [image, group * int64(depth) + c], taken, emit)
-                        emit.store(total, lane, tirx.BufferLoad(total, [lane]) + value * weight)
+                        for place in places
+                    ]
+                    held = [_held(at, emit) for at in taken]
+                    with emit.loop(int64(depth)) as c:
+                        weight = emit.bind(w.at([here, c, *tap]))
+                        for total, (inside, at) in zip(sums, held, strict=True):
+                            value = x.at([image, group * int64(depth) + c, *at])
+                            if inside is not None:
+                                value = emit.bind(tirx.Select(tirx.NE(inside, int64(0)), value, constant(0, x.dtype)))
+                            emit.store(total, lane, tirx.BufferLoad(total, [lane]) + value * weight)
                 for r, total in enumerate(sums):
                     with emit.when(first + int64(r) < emit.size(row)):
                         index = emit.ravel([image, here, *outer, first + int64(r)], y_dims)
@@ -139,15 +148,62 @@ def lower_conv(node: gs.Node, context: Context) -> list[KernelCall]:
             source=(node.name,),
         )
 
-    def _padded(x: View, start: list[Expr], taken: list[Expr], emit: Emitter) -> Expr:
+    def build_depthwise(emit: Emitter) -> KernelCall:
+        x, dtype = leaf(source, emit, context), dtype_name(out)
+        w = _weights(weights, emit, context)
+        bias = leaf(node.inputs[2], emit, context) if len(node.inputs) > 2 and node.inputs[2].name else None
+        result = emit.buffer(out.name, dtype)
+        lead = y_dims[:-1]
+        *outer_sizes, size = (emit.size(d) for d in x_dims[2:])
+        stride, reach = int64(strides[-1]), int64((window[-1] - 1) * dilations[-1])
+        with emit.items() as item:
+            image, channel, *outer = emit.unravel(item, lead)
+
+            def over_row(position: Expr, lane: Expr, width: int) -> None:
+                total = emit.local(width, dtype)
+                emit.store(total, lane, bias.at([channel]) if bias is not None else constant(0, dtype))
+                first = emit.bind((position - lane) * stride - int64(before[-1]))
+                whole = tirx.all(first >= int64(0), first + int64(width - 1) * stride + reach < size)
+
+                def add(clamped: bool) -> None:
+                    with emit.loop(int64(math.prod(window))) as flat:
+                        *tap, last = emit.unravel(flat, window)
+                        taken = [
+                            emit.bind(at * int64(s) + t * int64(d) - int64(p))
+                            for at, t, s, d, p in zip(outer, tap, strides, dilations, before, strict=False)
+                        ]
+                        at = first + lane * stride + last * int64(dilations[-1])
+                        held = tirx.max(tirx.min(at, size - int64(1)), int64(0)) if clamped else at
+                        inside = [c for i, n in zip(taken, outer_sizes, strict=True) for c in (i >= int64(0), i < n)]
+                        with emit.when(tirx.all(*inside) if inside else tirx.const(True, "bool")):
+                            value = x.at([image, channel, *taken, held])
+                            if clamped:
+                                value = tirx.Select(tirx.all(at >= int64(0), at < size), value, constant(0, dtype))
+                            weight = w.at([channel, int64(0), *tap, last])
+                            emit.store(total, lane, tirx.BufferLoad(total, [lane]) + value * weight)
+
+                with emit.when(whole):
+                    add(clamped=False)
+                with emit.when(tirx.Not(whole)):
+                    add(clamped=True)
+                emit.store(
+                    result, emit.ravel([image, channel, *outer, position], y_dims), tirx.BufferLoad(total, [lane])
+                )
+
+            emit.span(emit.size(row), over_row)
+        flops = 2 * product([*y_dims, *window])
+        return emit.call("depthwise", product(lead), [out.name], flops=flops, source=(node.name,))
+
+    def _held(taken: list[Expr], emit: Emitter) -> tuple[Expr | None, list[Expr]]:
+        """Whether a place is within the input, as 0 or 1, and the nearest place that is; None if all are."""
         sizes = [emit.size(d) for d in x_dims[2:]]
         if not any(before) and not _overhangs(x_dims[2:], y_dims[2:], window, strides, dilations):
-            return x.at([*start, *taken])
+            return None, [emit.bind(i) for i in taken]
         inside = tirx.all(*(c for i, n in zip(taken, sizes, strict=True) for c in (i >= int64(0), i < n)))
         held = [tirx.max(tirx.min(i, n - int64(1)), int64(0)) for i, n in zip(taken, sizes, strict=True)]
-        return emit.bind(tirx.Select(inside, x.at([*start, *held]), constant(0, x.dtype)))
+        return emit.bind(tirx.Cast("int64", inside)), [emit.bind(i) for i in held]
 
-    return [attempt(build, context.lanes)]
+    return [attempt(build_depthwise if depth == 1 and per_group == 1 else build, context.lanes)]
 
 
 def _weights(tensor: ir.Tensor, emit: Emitter, context: Context) -> View:
