@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import itertools
 import logging
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from . import noise
+from . import export, noise
 from .dtypes import is_float, numpy_dtype
 from .errors import InvalidModel, VerificationError
 from .frontend import half
@@ -69,9 +71,14 @@ def ort_session(
     options.intra_op_num_threads = threads
     if plain:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    source = model if isinstance(model, (bytes, str)) else model.SerializeToString()
     try:
-        return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        if isinstance(model, (bytes, str)):
+            return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        # Beyond 2 GB, which is where protobuf ends, weights must come from a file.
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "model.onnx")
+            export.save(model, path)
+            return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as e:
         raise InvalidModel(f"onnxruntime does not load the model, so there is nothing to compare with: {e}") from e
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import onnx
+import onnx_graphsurgeon as gs
 import pytest
 from graphs import load_fixture, run
 from halves import to_half
 from onnx import TensorProto
 from rewriting import model, normal
 
+from coda_edge import export, verify
 from coda_edge.driver import Optimized, optimize
 from coda_edge.export import to_model
 from coda_edge.frontend import load, normalize
 from coda_edge.frontend.half import has_half, promote
+from coda_edge.inputs import generate_inputs
 from coda_edge.session import Session
 from coda_edge.verify import ROUNDING, TOLERANCE
 
@@ -38,6 +43,25 @@ def test_a_half_model_comes_to_the_normal_form_of_its_float32_twin(name: str, el
     assert not floats & {"float16", "bfloat16"}
 
 
+@pytest.mark.parametrize("keep_io", [True, False])
+def test_what_onnxruntime_converted_comes_to_the_same_normal_form(keep_io: bool) -> None:
+    """Its converter leaves float32 islands with casts around them."""
+    converter = pytest.importorskip("onnxruntime.transformers.float16")
+    mixed = converter.convert_float_to_float16(load_fixture("llama.sdpa.ts17"), keep_io_types=keep_io)
+    assert _ops(mixed) == _ops(load_fixture("llama.sdpa.ts17"))
+
+
+def test_external_half_weights(tmp_path) -> None:
+    half = to_half(load_fixture("unit.swiglu.dyn20"))
+    onnx.save_model(half, tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
+    graphs = [
+        normalize(load(source)) for source in (str(tmp_path / "m.onnx"), to_half(load_fixture("unit.swiglu.dyn20")))
+    ]
+    values = [{n: t.values for n, t in g.tensors().items() if isinstance(t, gs.Constant)} for g in graphs]
+    assert values[0].keys() == values[1].keys()
+    assert all(np.array_equal(values[0][n], values[1][n]) for n in values[0])
+
+
 def test_a_model_without_half_is_left_alone() -> None:
     m = load(load_fixture("unit.swiglu.dyn20"))
     assert not has_half(m) and promote(m) is m
@@ -57,6 +81,14 @@ def test_half_is_found_wherever_a_model_makes_it(body: str) -> None:
     m = load(model(f"g (float[3, 3] x) => ({out}[3, 3] y) {{ {body} }}", {}))
     assert has_half(m)
     assert not has_half(promote(m))
+
+
+def test_a_reference_beyond_2_gb_is_loaded_from_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = promote(load(to_half(load_fixture("unit.swiglu.dyn20"), TensorProto.BFLOAT16)))
+    feeds = generate_inputs(m)
+    inline = verify.ort_session(m).run(None, feeds)
+    monkeypatch.setattr(verify.export, "save", partial(export.save, inline_limit=0))
+    assert all(np.array_equal(a, b) for a, b in zip(verify.ort_session(m).run(None, feeds), inline, strict=True))
 
 
 def test_an_if_inside_is_promoted() -> None:
