@@ -90,8 +90,13 @@ def build(config: dict[str, Any], weights: dict[str, npt.NDArray[Any]]) -> onnx.
 def feeds(reactions: Sequence[str] = REACTIONS) -> Feeds:
     """Token ids, mask and types, int64 ``[len(reactions), longest]``, padded on the right."""
     known = {token: i for i, token in enumerate(_vocabulary())}
-    tokens = [["[CLS]", *_TOKEN.findall(r), "[SEP]"] for r in reactions]
+    tokens = [["[CLS]", *pieces(r), "[SEP]"] for r in reactions]
     return bert.padded([[known.get(t, known["[UNK]"]) for t in row] for row in tokens])
+
+
+def pieces(reaction: str) -> list[str]:
+    """The atoms, bonds and marks of a reaction SMILES."""
+    return _TOKEN.findall(reaction)
 
 
 def read(run: Run) -> str:

@@ -15,7 +15,7 @@ import onnxruntime as ort
 import pytest
 from conftest import TINY, tiny_weights
 
-from models import catalogue, glassllm, minilm, shipped
+from models import catalogue, glassllm, minilm, rxnmapper, shipped, speech, text_line
 from models.recipe import FetchError, Recipe
 
 
@@ -235,3 +235,31 @@ def test_glassllm_is_the_decoder_it_says_with_and_without_a_past() -> None:
     tokens = glassllm.greedy(session.run, ids[:3], 2, layers=1, heads=1, size=4)
     one = int(_glass_logits(config, weights, ids[:3])[-1].argmax())
     assert tokens == [one, int(_glass_logits(config, weights, [*ids[:3], one])[-1].argmax())]
+
+
+@pytest.mark.parametrize(("hertz", "band"), [(300, 7), (1000, 26), (3000, 53)])
+def test_a_tone_is_in_its_mel_band(hertz: float, band: int) -> None:
+    """Slaney's scale has 15 mels up to 1 kHz and 45.25 up to 8 kHz; 82 edges make 80 bands of them."""
+    tone = np.sin(2 * np.pi * hertz * np.arange(speech.SECONDS * speech.RATE) / speech.RATE)
+    features = speech.log_mel(tone)
+    assert features.shape == (80, 800) and features.dtype == np.float32
+    assert abs(int(features.mean(1).argmax()) - band) <= 1
+    assert features.max() - features.min() <= 2 + 1e-6
+
+
+def test_short_sound_stands_at_the_end() -> None:
+    features = speech.log_mel(speech.vowels(1.0, 0.25))
+    assert features[:, :600].max() < features[:, 680:770].max() - 0.5
+
+
+def test_lines_are_decoded_and_rendered() -> None:
+    best = [0, 3, 3, 0, 3, 1, 0, 0, 2]
+    assert text_line.decode(np.eye(4, dtype=np.float32)[best][None], "abc") == "ccab"
+    image = text_line.image("ink")
+    assert image.shape[:3] == (1, 3, 48) and image.shape[3] % 32 == 0
+    assert image.min() == -1 and image.max() == 1 and (image[:, 0] == image[:, 2]).all()
+
+
+def test_reactions_are_cut_into_atoms_and_bonds() -> None:
+    expected = "C [C@H] ( Cl ) Br . [Na+] >> c 1 c c %11 [MASK] # N"
+    assert rxnmapper.pieces(expected.replace(" ", "")) == expected.split()
