@@ -75,7 +75,22 @@ def simplify(dim: Dim) -> Dim:
 @lru_cache(maxsize=65536)
 def _canonical(dim: sympy.Expr) -> Dim:
     dim = dim if dim.is_Symbol else sympy.expand(dim)
+    if dim.has(sympy.floor, sympy.ceiling):
+        dim = sympy.expand(dim.replace(lambda t: isinstance(t, sympy.floor | sympy.ceiling), _rounded))
     return int(dim) if dim.is_Integer else dim
+
+
+def _rounded(term: sympy.Expr) -> sympy.Expr:
+    """The one form of a rounded quotient: floor((a - 1)/2) is floor(a/2 + 1/2) - 1, and ceiling(a/2) is floor(a/2 + 1/2).
+
+    Whatever is divided is then rarely negative, so that integer division gives it whichever way it rounds.
+    """
+    numerator, denominator = sympy.fraction(sympy.together(term.args[0]))
+    if isinstance(term, sympy.ceiling):
+        numerator += denominator - 1
+    quotient = sympy.expand(numerator / denominator)
+    whole = sympy.floor(quotient.as_coeff_Add()[0])
+    return sympy.floor(quotient - whole) + whole
 
 
 def format_dim(dim: Dim) -> int | str:

@@ -17,6 +17,7 @@ SIZES = {"B": 3, "S": 7, "P": 5}
 TEXTS = [
     *("B", "B + S", "4*B*S", "S - 1", "floor(S/2)", "floor(S/4 + 3/4)", "Max(B, S)", "Min(16, S)", "Mod(S, 4)", "S**2"),
     *("-P + S", "2*S + 3*floor(B/2)", "ceiling(S/3)"),
+    *("floor(S/2 - 1/2)", "floor(floor(S/2 - 1/2)/2 - 1/2)", "ceiling(S/4 - 5/2)", "floor((B*S + 1)/B)"),
 ]
 
 
@@ -35,7 +36,9 @@ def test_computed_in_a_graph(text: str) -> None:
     emitter = SizeEmitter(graph, SymbolicInfo())
     vector, scalar = emitter.vector([2, dim, parse_dim("B")]), emitter.scalar(dim)
     graph.outputs = [vector, scalar]
-    infer(graph)
+    info = infer(graph)
+    assert info.values.keys() >= {vector.name, scalar.name}
+    assert same(info.values[scalar.name].item(), dim)
     feeds = {"x": np.zeros((3, 4, 7), np.float32), "p": np.zeros(5, np.float32)}
     got = run(to_model(graph), feeds)
     assert got[0].tolist() == [2, evaluate(dim, SIZES), 3]
