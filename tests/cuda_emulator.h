@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#define CUDART_INF_F INFINITY
+
 typedef unsigned int uint;
 typedef unsigned char uchar;
 typedef _Float16 half;

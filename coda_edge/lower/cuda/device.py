@@ -26,13 +26,15 @@ MATH: dict[str, str] = {
     "coda_rsqrt": f"{_PTX} float coda_rsqrt(float x) {{ return rsqrtf(x); }}",
     "coda_sigmoid": f"{_PTX} float coda_sigmoid(float x) {{ return __fdividef(1.0f, 1.0f + __expf(-x)); }}",
     "coda_tanh": f"{_PTX} float coda_tanh(float x) {{ return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x)); }}",
+    "coda_larger": f"{_PTX} float coda_larger(float a, float b) {{ return a > b || a != a ? a : b; }}",
+    "coda_smaller": f"{_PTX} float coda_smaller(float a, float b) {{ return a < b || a != a ? a : b; }}",
     "coda_erf": f"""{_PTX} float coda_erf(float x) {{
   float t = __fdividef(1.0f, fmaf(0.3275911f, fabsf(x), 1.0f));
   float p = fmaf(fmaf(fmaf(fmaf(1.061405429f, t, -1.453152027f), t, 1.421413741f), t, -0.284496736f), t, 0.254829592f);
   return copysignf(fmaf(-p * t, __expf(-x * x), 1.0f), x);
 }}""",
 }
-"""Elementary functions of a float without branches, on the special function unit (CUDA C Programming Guide, intrinsic functions).
+"""Elementary functions of floats without branches (the larger and the smaller one of two are NaN if either is), on the special function unit (CUDA C Programming Guide, intrinsic functions).
 
 Absolute error of ``erf`` (Abramowitz & Stegun 7.1.26), ``tanh`` and ``sigmoid``: 5e-7; relative error of ``exp``: 2e-7·(1 + |x|).
 """

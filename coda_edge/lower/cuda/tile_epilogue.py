@@ -13,8 +13,7 @@ from tvm import tirx
 from ...epilogue.program import Kind, Output
 from ...epilogue.tir import STORAGE, Columns, Evaluator, Place, as_stored, level
 from ..body import Buffer, Expr, f32, load
-from ..intrinsics import exp, maximum, minimum
-from ..statistics import NOWHERE, Statistic, finite, smaller, where_largest
+from ..statistics import NOWHERE, Statistic, finite, where_largest
 from .device import NATIVE, DeviceBody, int32, int64, quotient, remainder
 from .main_loop import Warp
 
@@ -214,6 +213,21 @@ class Strip:
         """The sum of the terms."""
         return self.fold(lambda a, b: a + b, 0.0, term)
 
+    def largest(self) -> Expr:
+        """The largest; NaN if there is one."""
+        return self.fold(self._larger, -math.inf, lambda x: x)
+
+    def smallest(self) -> Expr:
+        """The smallest; NaN if there is one."""
+        return self.fold(self._smaller, math.inf, lambda x: x)
+
+    # Functions of the device: TVM's analysis writes operands out at each use, and a chain of expressions that use theirs twice has no end.
+    def _larger(self, a: Expr, b: Expr) -> Expr:
+        return self.body.call("coda_larger", "float32", a, b)
+
+    def _smaller(self, a: Expr, b: Expr) -> Expr:
+        return self.body.call("coda_smaller", "float32", a, b)
+
     def moments(self) -> list[Expr]:
         """Mean and centred sum of squares."""
         mean = self.body.let(self.sum() / self.count, "mean")
@@ -221,26 +235,26 @@ class Strip:
 
     def place(self) -> list[Expr]:
         """The largest, and the first column that has it."""
-        largest = self.fold(maximum, -math.inf, lambda x: x)
+        largest = self.largest()
         places = [
             where_largest(piece, largest, place.astype("float32"))
             for piece, place in zip(self.pieces, self.places, strict=True)
         ]
-        return [largest, self._folded(smaller, NOWHERE, places)]
+        return [largest, self._folded(self._smaller, NOWHERE, places)]
 
     def expsum(self) -> list[Expr]:
         """The largest, and the sum of the exponentials of what each is above it."""
-        largest = self.fold(maximum, -math.inf, lambda x: x)
+        largest = self.largest()
         shift = self.body.let(finite(largest), "shift")
-        return [largest, self.sum(lambda x: exp(self.body.let(x - shift, "below")))]
+        return [largest, self.sum(lambda x: self.body.call(NATIVE["exp"], "float32", x - shift))]
 
 
 STRIP_RULES: dict[str, Callable[[Strip], list[Expr]]] = {
     "sum": lambda strip: [strip.sum()],
     "mean": lambda strip: [strip.sum()],
     "sumsq": lambda strip: [strip.sum(lambda x: x * x)],
-    "rowmax": lambda strip: [strip.fold(maximum, -math.inf, lambda x: x)],
-    "rowmin": lambda strip: [strip.fold(minimum, math.inf, lambda x: x)],
+    "rowmax": lambda strip: [strip.largest()],
+    "rowmin": lambda strip: [strip.smallest()],
     "argmax": Strip.place,
     "expsum": Strip.expsum,
     "moments": Strip.moments,
