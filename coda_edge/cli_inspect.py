@@ -266,6 +266,8 @@ def _size_text(exprs: ExprTable, index: int) -> str:
         return str(e.a)
     if e.op == ExprOp.SYMBOL:
         return exprs.symbols[e.a]
+    if e.op == ExprOp.DATA:
+        return exprs.data[e.a]
     a, b = _size_text(exprs, e.a), _size_text(exprs, e.b)
     infix = {ExprOp.ADD: "+", ExprOp.MUL: "*", ExprOp.FLOORDIV: "//", ExprOp.MOD: "%"}.get(e.op)
     return f"({a} {infix} {b})" if infix else f"{e.op.name.lower()}({a}, {b})"

@@ -32,7 +32,7 @@ def test_slices(reduction: str) -> None:
         for found, right in zip(session.run(None, feeds), run(proto, feeds), strict=True):
             np.testing.assert_allclose(found, right, rtol=1e-6, atol=1e-6)
     feeds["j"][0] = 7
-    with pytest.raises(DataError, match="index is out of range in step .*scatternd"):
+    with pytest.raises(DataError, match=r"index is out of range in step .*scatternd"):
         session.run(None, feeds)
 
 

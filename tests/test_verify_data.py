@@ -115,4 +115,5 @@ def test_reports_use_the_sizes_of_the_verified_run(tmp_path: Path) -> None:
     made.save(tmp_path / "m.coda")
     view = inspect_bundle(tmp_path / "m.coda")
     assert view.sizes == made.report.sizes
+    assert [o.shape for o in view.outputs] == [("a", "b"), ("m",), ("a", "b")]
     assert sum(s.bytes for s in view.steps) == made.report.bytes_after
