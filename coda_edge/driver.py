@@ -18,7 +18,9 @@ from .accounting import account
 from .bundle import plan as plans
 from .bundle import writer
 from .calibrate import measure_on
+from .frontend.half import is_double
 from .inputs import bound_specs, default_sizes
+from .ir import shape
 from .noise import seeded
 from .passes import PIPELINE, Pass, PassLog, run_pipeline
 from .report import Report
@@ -116,10 +118,26 @@ def optimize(
         account(loaded, graph, log, lowered, sizes),
         target=chosen.name,
         max_rel_error=error,
-        notes=[*(verifier.notes() if verifier is not None and error is not None else ()), *log.notes],
+        notes=[
+            *_remarks(loaded, graph),
+            *(verifier.notes() if verifier is not None and error is not None else ()),
+            *log.notes,
+        ],
         seconds=time.perf_counter() - start,
     )
     return Optimized(bundle, exported, report)
+
+
+def _remarks(loaded: onnx.ModelProto, graph: gs.Graph) -> list[str]:
+    """What is done differently from what the model says."""
+    notes = ["float64 model: it is computed in float32"] if is_double(loaded) else []
+    for value, tensor in zip(loaded.graph.output, graph.outputs, strict=True):
+        declared, rank = value.type.tensor_type, len(shape(tensor))
+        if declared.HasField("shape") and len(declared.shape.dim) != rank:
+            notes.append(
+                f"output '{value.name}' is declared with {len(declared.shape.dim)} dimensions and has {rank}, which it is given"
+            )
+    return notes
 
 
 def _rewrite(graph: gs.Graph, verifier: Verifier | None, each: bool, tell: Progress) -> PassLog:

@@ -91,6 +91,36 @@ def test_a_reference_beyond_2_gb_is_loaded_from_a_file(monkeypatch: pytest.Monke
     assert all(np.array_equal(a, b) for a, b in zip(verify.ort_session(m).run(None, feeds), inline, strict=True))
 
 
+def test_a_float64_model_is_computed_in_float32_and_says_so(tmp_path) -> None:
+    m = model(
+        "g (double[n, 40] x) => (double[n, 30] y) { h = MatMul (x, w) e = Exp (h) y = Add (e, b) }",
+        {"w": normal(40, 30).astype(np.float64) / 7, "b": normal(30).astype(np.float64)},
+    )
+    x = np.random.default_rng(0).standard_normal((5, 40))
+    optimized = optimize(m)
+    assert "float64 model: it is computed in float32" in optimized.report.notes
+    with _session(optimized, tmp_path) as session:
+        (y,) = session.run(None, {"x": x})
+    (expected,) = run(m, {"x": x})
+    assert y.dtype == np.float64 and np.abs(y - expected).max() <= 1e-6 * np.abs(expected).max()
+
+
+def test_float64_in_a_float32_model_stays() -> None:
+    """A difference of large numbers, taken in float64 on purpose."""
+    m = model(
+        "g (float[n] x) => (float[n] y) { a = Cast <to = 11> (x) b = Add (a, c) d = Sub (b, c) y = Cast <to = 1> (d) }",
+        {"c": np.float64(1e9)},
+    )
+    x = np.array([0.125, 3.7], np.float32)
+    assert np.abs(run(to_model(normalize(load(m))), {"x": x})[0] - x).max() < 1e-6
+
+
+def test_a_wrongly_declared_rank_is_a_note() -> None:
+    m = model("g (float[n, 4, 8] x) => (float[n, 6] y) { y = MatMul (x, w) }", {"w": normal(8, 6)})
+    report = optimize(m, verify=False).report
+    assert report.notes == ["output 'y' is declared with 2 dimensions and has 3, which it is given"]
+
+
 def test_an_if_inside_is_promoted() -> None:
     m = load(
         model(

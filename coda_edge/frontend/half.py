@@ -1,4 +1,4 @@
-"""Half-precision models are computed in float32: every float16 and bfloat16 tensor inside becomes float32.
+"""Half-precision models, and those of float64, are computed in float32: every such tensor inside becomes float32.
 
 Only what a caller sees keeps its dtype: inputs are converted as they are read, outputs as they are written. So nothing overflows or
 is rounded on the way (row statistics of values up to 6e4, sums of long rows), casts up and down vanish, and a half model comes to the
@@ -8,11 +8,13 @@ What a model would get from half's rounding itself, it does not get: a cast to h
 stays finite, and a cast of a half to an integer truncates the float32 value. A mask that was infinite by such a cast is then the finite
 number that its author wrote, which masks as well, and a row that is masked altogether gives the mean of the values, not NaN.
 Half constants, infinities included, have the values that they were stored with.
+
+A float64 model is one with an input, an output or a large weight in float64. What a float32 model computes in float64 on purpose stays so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 
 import numpy as np
 import onnx
@@ -33,6 +35,14 @@ def has_half(model: onnx.ModelProto) -> bool:
     return any(_graph_has_half(graph) for graph in _graphs(model.graph))
 
 
+def is_double(model: onnx.ModelProto) -> bool:
+    """Whether ``model`` (from ``load``) is one of float64."""
+    weights = (i for i in model.graph.initializer if i.data_type == TensorProto.DOUBLE)
+    return any(e == TensorProto.DOUBLE for e in _elements((*model.graph.input, *model.graph.output))) or any(
+        _size(w) > _LARGE for w in weights
+    )
+
+
 def promote(model: onnx.ModelProto) -> onnx.ModelProto:
     """``model`` (from ``load``) with all half tensors float32, inputs and outputs too; the same object if it has none.
 
@@ -40,7 +50,7 @@ def promote(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     if not has_half(model):
         return model
-    promoted, weights = _retyped(model, TensorProto.FLOAT)
+    promoted, weights = _retyped(model, _HALF, TensorProto.FLOAT)
     graph = promoted.graph
     taken = {v.name for v in (*graph.input, *graph.initializer, *weights)} | {t for n in graph.node for t in n.output}
     nodes = list(graph.node)
@@ -57,22 +67,26 @@ def promote(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def import_promoted(model: onnx.ModelProto) -> gs.Graph:
-    """``model`` (from ``load``) as a graph whose half tensors are float32, but for its inputs and outputs, which a Cast converts."""
-    if not has_half(model):
+    """``model`` (from ``load``) as a graph whose half tensors are float32, but for its inputs and outputs, which a Cast converts.
+
+    So are the float64 tensors of a float64 model.
+    """
+    types = (_HALF if has_half(model) else frozenset()) | ({TensorProto.DOUBLE} if is_double(model) else frozenset())
+    if not types:
         return gs.import_onnx(model)
-    graph = _import(model, TensorProto.FLOAT)
-    _keep_ends(graph, model)
+    graph = _import(model, types, TensorProto.FLOAT)
+    _keep_ends(graph, model, types)
     return graph
 
 
 def import_sized(model: onnx.ModelProto) -> gs.Graph:
     """``model`` (from ``load``) for counting bytes: bfloat16, which graphs cannot hold, is float16, which is as large."""
-    return _import(model, TensorProto.FLOAT16) if has_half(model) else gs.import_onnx(model)
+    return _import(model, _HALF, TensorProto.FLOAT16) if has_half(model) else gs.import_onnx(model)
 
 
-def _import(model: onnx.ModelProto, wanted: int) -> gs.Graph:
-    """``model`` as a graph with all half tensors of type ``wanted``."""
-    retyped, weights = _retyped(model, wanted)
+def _import(model: onnx.ModelProto, types: Set[int], wanted: int) -> gs.Graph:
+    """``model`` as a graph with all tensors of ``types`` of type ``wanted``."""
+    retyped, weights = _retyped(model, types, wanted)
     count = len(retyped.graph.input)
     retyped.graph.input.extend(helper.make_tensor_value_info(w.name, wanted, w.dims) for w in weights)
     graph = gs.import_onnx(retyped)
@@ -83,9 +97,9 @@ def _import(model: onnx.ModelProto, wanted: int) -> gs.Graph:
     return graph
 
 
-def _retyped(model: onnx.ModelProto, wanted: int) -> tuple[onnx.ModelProto, list[TensorProto]]:
-    """``model`` without its large half initializers and with all half tensors of type ``wanted``; and those initializers as they are."""
-    weights = [i for i in model.graph.initializer if i.data_type in _HALF and _size(i) > _LARGE]
+def _retyped(model: onnx.ModelProto, types: Set[int], wanted: int) -> tuple[onnx.ModelProto, list[TensorProto]]:
+    """``model`` with all tensors of ``types`` of type ``wanted``, without its large initializers of ``types``; and those as they are."""
+    weights = [i for i in model.graph.initializer if i.data_type in types and _size(i) > _LARGE]
     names = {w.name for w in weights}
     source = model.graph
     retyped = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
@@ -97,30 +111,30 @@ def _retyped(model: onnx.ModelProto, wanted: int) -> tuple[onnx.ModelProto, list
     retyped.graph.initializer.extend(i for i in source.initializer if i.name not in names)
     for graph in _graphs(retyped.graph):
         for value in (*graph.input, *graph.output, *graph.value_info):
-            _retype(value.type, wanted)
+            _retype(value.type, types, wanted)
         for tensor in graph.initializer:
-            _convert(tensor, wanted)
+            _convert(tensor, types, wanted)
         for attribute in (a for node in graph.node for a in node.attribute):
-            if _is_half(attribute) and attribute.type == AttributeProto.INT:
+            if attribute.type == AttributeProto.TENSOR:
+                _convert(attribute.t, types, wanted)
+            elif _element(attribute) in types:
                 attribute.i = wanted
-            elif _is_half(attribute):
-                _convert(attribute.t, wanted)
     return retyped, weights
 
 
-def _keep_ends(graph: gs.Graph, model: onnx.ModelProto) -> None:
-    """Gives ``graph`` the half inputs and outputs that ``model`` declares."""
+def _keep_ends(graph: gs.Graph, model: onnx.ModelProto, types: Set[int]) -> None:
+    """Gives ``graph`` the inputs and outputs of ``types`` that ``model`` declares."""
     editor = ir.GraphEditor(graph)
     outer: dict[int, gs.Variable] = {}
 
     def end(inner: gs.Variable, element: int) -> gs.Variable:
-        """The half tensor that a caller sees of ``inner``, in its name."""
+        """The tensor that a caller sees of ``inner``, in its name."""
         made = gs.Variable(inner.name, dtype=helper.tensor_dtype_to_np_dtype(element), shape=inner.shape)
         inner.name = editor.names.fresh(f"{inner.name}.float32")
         return made
 
     for i, element in enumerate(_elements(model.graph.input)):
-        if element in _HALF:
+        if element in types:
             inner = graph.inputs[i]
             graph.inputs[i] = outer[id(inner)] = end(inner, element)
             editor.node("Cast", [graph.inputs[i]], [inner], inner.name, to=TensorProto.FLOAT)
@@ -128,9 +142,9 @@ def _keep_ends(graph: gs.Graph, model: onnx.ModelProto) -> None:
         inner = graph.outputs[i]
         if id(inner) in outer:
             graph.outputs[i] = outer[id(inner)]
-        elif element in _HALF:
+        elif element in types:
             graph.outputs[i] = end(inner, element)
-            editor.node("Cast", [inner], [graph.outputs[i]], f"{inner.name}.half", to=element)
+            editor.node("Cast", [inner], [graph.outputs[i]], f"{inner.name}.cast", to=element)
 
 
 def _elements(values: Iterable[ValueInfoProto]) -> Iterator[int]:
@@ -154,27 +168,28 @@ def _graph_has_half(graph: GraphProto) -> bool:
     return (
         any(i.data_type in _HALF for i in graph.initializer)
         or any(element in _HALF for element in _elements(values))
-        or any(_is_half(a) for n in graph.node for a in n.attribute)
+        or any(_element(a) in _HALF for n in graph.node for a in n.attribute)
     )
 
 
-def _is_half(attribute: AttributeProto) -> bool:
+def _element(attribute: AttributeProto) -> int:
+    """The element type that an attribute holds or names; 0 if it does neither."""
     if attribute.type == AttributeProto.TENSOR:
-        return attribute.t.data_type in _HALF
-    return attribute.type == AttributeProto.INT and attribute.name in _ELEMENT_TYPES and attribute.i in _HALF
+        return attribute.t.data_type
+    return attribute.i if attribute.type == AttributeProto.INT and attribute.name in _ELEMENT_TYPES else 0
 
 
-def _retype(kind: TypeProto, wanted: int) -> None:
+def _retype(kind: TypeProto, types: Set[int], wanted: int) -> None:
     if kind.HasField("sequence_type"):
-        _retype(kind.sequence_type.elem_type, wanted)
+        _retype(kind.sequence_type.elem_type, types, wanted)
     elif kind.HasField("optional_type"):
-        _retype(kind.optional_type.elem_type, wanted)
-    elif kind.tensor_type.elem_type in _HALF:
+        _retype(kind.optional_type.elem_type, types, wanted)
+    elif kind.tensor_type.elem_type in types:
         kind.tensor_type.elem_type = wanted
 
 
-def _convert(tensor: TensorProto, wanted: int) -> None:
-    if tensor.data_type in _HALF:
+def _convert(tensor: TensorProto, types: Set[int], wanted: int) -> None:
+    if tensor.data_type in types:
         array = numpy_helper.to_array(tensor).astype(helper.tensor_dtype_to_np_dtype(wanted))
         tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
 

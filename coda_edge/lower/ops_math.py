@@ -8,7 +8,6 @@ from functools import partial, reduce
 from tvm import tirx
 
 from ..epilogue.ops import OPERATORS
-from ..errors import ShapeError
 from . import intrinsics
 from .emit import HALF, Expr, dtype_of
 from .registry import ELEMENTWISE, POINTWISE, Application, View, broadcast, constant, elementwise, pointwise
@@ -144,16 +143,12 @@ def round_even(x: Expr) -> Expr:
 
 
 def _wide(function: Callable[..., Expr]) -> Callable[..., Expr]:
-    """``function`` of float32, for narrower floats too."""
+    """``function`` of float32, for other floats too: computed in float32."""
 
     def apply(*args: Expr) -> Expr:
         kind = dtype_of(args[0])
         if kind == "float32":
             return function(*args)
-        if kind == "float64":
-            raise ShapeError(
-                "float64 exponentials, logarithms and the like are not lowered: convert the model to float32"
-            )
         return tirx.Cast(kind, function(*(tirx.Cast("float32", a) for a in args)))
 
     return apply
