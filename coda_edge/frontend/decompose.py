@@ -112,10 +112,13 @@ def _mean_variance_norm(b: Builder) -> ir.Tensor:
 
 @decomposition("LpNormalization")
 def _lp_norm(b: Builder) -> ir.Tensor:
+    """A row of zeros stays one."""
     x, axes = b.node.inputs[0], [b.attr("axis", -1) % b.rank()]
     if b.attr("p", 2) == 1:
-        return b("Div", x, b("ReduceSum", b("Abs", x), axes, keepdims=1))
-    return b("Div", x, b("Sqrt", b("ReduceSum", b("Mul", x, x), axes, keepdims=1)))
+        norm = b("ReduceSum", b("Abs", x), axes, keepdims=1)
+    else:
+        norm = b("Sqrt", b("ReduceSum", b("Mul", x, x), axes, keepdims=1))
+    return b("Div", x, b("Where", b("Equal", norm, 0.0), 1.0, norm))
 
 
 @decomposition("Gelu")
@@ -294,6 +297,17 @@ def reduced_axes(b: Builder) -> list[int] | None:
     return sorted(a % b.rank() for a in axes)
 
 
+@decomposition("ReduceMax", "ReduceMin")
+def _reduce_bool(b: Builder) -> ir.Tensor | None:
+    """Whether any, or all, are true: by counting those that are, or are not."""
+    if np.dtype(b.dtype) != np.bool_:
+        return None
+    counted = b.node.inputs[0] if b.node.op == "ReduceMax" else b("Not", b.node.inputs[0])
+    count = b("ReduceSum", b.cast(counted, np.int32, np.bool_), *b.node.inputs[1:], **b.node.attrs)
+    with b.numbers(np.int32):
+        return b("Greater" if b.node.op == "ReduceMax" else "Equal", count, 0)
+
+
 @decomposition("ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp")
 def _composite_reduce(b: Builder) -> ir.Tensor | None:
     x, axes, keep = b.node.inputs[0], reduced_axes(b), b.attr("keepdims", 1)
@@ -366,12 +380,16 @@ def _identity(b: Builder) -> ir.Tensor | None:
 
 @decomposition("Dropout")
 def _dropout(b: Builder) -> list[ir.Tensor] | None:
-    training = b.input(2)
-    if training is not None and ir.scalar_value(training) != 0:
+    """Of inference, or one that drops nothing; the mask is all true."""
+    training, ratio = b.input(2), b.input(1)
+    drops = training is not None and ir.scalar_value(training) != 0
+    if drops and (ratio is None or ir.scalar_value(ratio) != 0):
         return None
-    if len(b.node.outputs) > 1 and b.node.outputs[1].outputs:
-        return None
-    return [b.node.inputs[0]]
+    x = b.node.inputs[0]
+    if len(b.node.outputs) == 1:
+        return [x]
+    kept = b.editor.constant(f"{b.node.outputs[1].name}.true", np.ones([1] * b.rank(), np.bool_))
+    return [x, b("Expand", kept, b("Shape", x))]
 
 
 @decomposition("ConstantOfShape")
