@@ -92,7 +92,7 @@ class Bands:
 
     def table(self, tensor: Tensor, queries: Dim, keys: Dim) -> Table | None:
         """The two-valued table that a constant is, or a slice of one."""
-        source, start, stop = self._part(tensor)
+        source, row, column = self._part(tensor)
         value = constant_value(source)
         if value is None or value.ndim < 2 or not 0 < value.size <= _MOST_ELEMENTS:
             return None
@@ -101,7 +101,7 @@ class Bands:
         found = self._tables[id(source)]
         if found is None:
             return None
-        shift = simplify(sympy.sympify(start) - sympy.sympify(stop))
+        shift = simplify(sympy.sympify(row) - sympy.sympify(column))
         moved = Band(*(None if d is None else simplify(d + shift) for d in (found.band.first, found.band.last)))
         return Table(trimmed(moved, queries, keys), found.inside, found.outside)
 
