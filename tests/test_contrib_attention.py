@@ -217,7 +217,9 @@ FUSED: dict[str, tuple[str, list[Any], dict[str, Any], tuple[int, ...]]] = {
 @pytest.mark.parametrize("case", FUSED)
 def test_becomes_one_attention(case: str) -> None:
     op, inputs, attrs, constants = FUSED[case]
-    model, feeds = contrib_node(op, inputs, attrs=attrs, constants=constants)
+    # onnxruntime reads the past of grouped heads only if the present is wanted.
+    outputs = ["y", "k", "v"] if op == "GroupQueryAttention" else ["y"]
+    model, feeds = contrib_node(op, inputs, outputs, attrs, constants)
     graph = normalize(load(model))
     run_pipeline(graph, lambda done: None)
     assert [n.op for n in graph.nodes].count("Attention") == 1
