@@ -85,7 +85,7 @@ def optimize(
         verifier = Verifier.of_model(loaded, specs, path, normal.allows, frontend.decided_by_data(graph))
     log = _rewrite(graph, verifier, verify == "each", tell)
     tell("export", 0.0)
-    exported = export.to_model(graph)
+    exported = export.to_model(graph, narrow=True)
     tell("lower", 0.0)
     lowered = lower(graph, chosen, normal.constraints)
     tell("build kernels", 0.0)

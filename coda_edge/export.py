@@ -25,6 +25,7 @@ from .epilogue.ops import OPERATORS
 from .epilogue.program import EpilogueProgram, Kind, StepKind
 from .errors import InvalidModel
 from .export_attention import attention_nodes, input_names, output_names
+from .export_weights import stored
 from .files import atomic
 from .ir import DOMAIN, Tensor, copy_nodes, in_order
 
@@ -34,10 +35,11 @@ _ALIGNMENT = 64
 _MIN_EXTERNAL = 1024
 
 
-def to_model(graph: gs.Graph) -> onnx.ModelProto:
+def to_model(graph: gs.Graph, narrow: bool = False) -> onnx.ModelProto:
     """``graph`` as a model that passes ``onnx.checker`` and runs without any library of ours. ``graph`` is left as it is.
 
-    Inputs and outputs keep names, dtypes and symbolic shapes. Raises InvalidModel for an opset before 18, for a ``coda``
+    Inputs and outputs keep names, dtypes and symbolic shapes. ``narrow``: constants that are exact in half precision are stored in it, with
+    a Cast behind (see ``export_weights``). Raises InvalidModel for an opset before 18, for a ``coda``
     operator that has no body, and for an input or output without a dtype.
     """
     opset = int(graph.opset)
@@ -48,12 +50,16 @@ def to_model(graph: gs.Graph) -> onnx.ModelProto:
     names = _Names(graph)
     functions = _Functions(opset)
     nodes = [functions.export(node, names) for node in in_order(graph)]
+    constants = [
+        stored(t, name) if narrow else ([_initializer(t, name)], list[NodeProto]())
+        for name, t in names.constants.items()
+    ]
     proto = helper.make_graph(
-        nodes,
+        [*(node for _, made in constants for node in made), *nodes],
         graph.name or "coda",
         [_value_info(t) for t in graph.inputs],
         [_value_info(t) for t in graph.outputs],
-        [_initializer(t, name) for name, t in names.constants.items()],
+        [tensor for tensors, _ in constants for tensor in tensors],
         doc_string=graph.doc_string or "",
         value_info=[_value_info(t) for t in names.variables() if t.dtype is not None and t.shape is not None],
     )
