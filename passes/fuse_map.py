@@ -15,7 +15,8 @@ What is made of sizes alone by cheap operators (positions, zeros) is made again 
 What sizes are read from (``SymbolicInfo.sources``) is stored: all sizes of a kernel are known when it begins.
 
 Conditions: none on what the operators are; Gather, Slice, Concat, Transpose and the like only rename indices.
-Refused: a group of views alone (Reshape, Squeeze, Unsqueeze, Flatten) needs no kernel, and shape arithmetic needs none.
+Refused: a group of views alone (Reshape, Squeeze, Unsqueeze, Flatten, a Transpose of axes of 1) needs no kernel, and shape arithmetic
+needs none.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import onnx_graphsurgeon as gs
 
 from coda_edge.epilogue.ops import OPERATORS
 from coda_edge.frontend import infer
+from coda_edge.frontend.sizes import reshape_target
 from coda_edge.ir import (
     DOMAIN,
     ELEMENTWISE,
@@ -84,6 +86,7 @@ class _Grouping:
 def run(graph: gs.Graph, log: PassLog) -> int:
     """Groups all pointwise operators; returns the number of Maps."""
     remove_dead(graph)
+    _view_moves(graph)
     _expand_moments(graph)
     info = infer(graph)
     known = {id(n) for n in graph.nodes if n.outputs and all(o.name in info.values for o in n.outputs)}
@@ -152,12 +155,18 @@ def _joined(grouping: _Grouping, groups: list[_Group]) -> list[_Group]:
         group.sinks += other.sinks
         group.ends += other.ends
         group.inside = _upwards(grouping, group.sinks, group.ends)
-        gone = {id(n) for n in group.sinks}
-        groups = [
-            g for g in groups if g is group or not ({id(n) for n in g.sinks} <= group.inside - grouping.free | gone)
-        ]
+        groups = [g for g in groups if g is group or (g is not other and _is_left(grouping, g, group))]
         at = 0
     return groups
+
+
+def _is_left(grouping: _Grouping, group: _Group, taker: _Group) -> bool:
+    """Takes out of ``group`` the sinks that only ``taker`` needs; whether others are left."""
+    kept = [n for n in group.sinks if id(n) not in taker.inside - grouping.free]
+    if len(kept) < len(group.sinks):
+        group.sinks = kept
+        group.inside = _upwards(grouping, kept, group.ends)
+    return bool(kept)
 
 
 def _alike(grouping: _Grouping, a: _Group, b: _Group) -> bool:
@@ -261,6 +270,20 @@ def _ends_a_map(graph: gs.Graph, tensor: Tensor) -> bool:
     )
 
 
+def _view_moves(graph: gs.Graph) -> None:
+    """A Transpose that moves axes of 1 alone is a view."""
+    editor = GraphEditor(graph)
+    for node in in_order(graph):
+        if node.op != "Transpose" or node.domain:
+            continue
+        dims, out = shape(node.inputs[0]), shape(node.outputs[0])
+        wide = [p for p in (int(p) for p in node.attrs["perm"]) if not same(dims[p], 1)]
+        target = reshape_target(dims, out) if wide == sorted(wide) else None
+        if target is not None:
+            node.op, node.attrs = "Reshape", {}
+            node.inputs = [node.inputs[0], editor.constant(f"{node.name}.axes", np.array(target, np.int64))]
+
+
 def _expand_moments(graph: gs.Graph) -> None:
     """RowMoments that are taken within a group are means, of which a kernel has several as it has one."""
     editor = GraphEditor(graph)
@@ -343,7 +366,9 @@ def _replace(grouping: _Grouping, groups: list[_Group]) -> None:
         maps.append((inputs, outputs, f"{name}.map", _body(nodes, inputs, outputs), sources(nodes)))
     stored = {id(n) for g in groups for n in g.sinks}
     members = set().union(*(g.inside for g in groups))
-    remove_nodes(grouping.graph, [n for n in order if id(n) in stored or id(n) in members - grouping.free])
+    remove_nodes(
+        grouping.graph, [n for n in order if id(n) in stored or id(n) in members - grouping.free - grouping.known]
+    )
     for inputs, outputs, name, body, source in maps:
         editor.node("Map", inputs, outputs, name, domain=DOMAIN, body=body, source=source)
 

@@ -129,6 +129,27 @@ def test_groups_that_need_each_other_stay_apart() -> None:
     assert done.error({"x": normal(3, 24), "u": normal(3, 12, seed=1)}) < 1e-6
 
 
+def test_parts_that_two_kernels_need_are_made_in_both() -> None:
+    """Functions of two parts of one tensor: joining some takes parts from a group that others are in."""
+    m = model(
+        """g (float[S, 8] x) => (float[S, 4] a, float[S, 4] b, float[S, 4] c, float[S, 4] d) {
+            t = Neg(x) l = Slice(t, from0, to8, last, two) r = Slice(t, from1, to8, last, two)
+            a = Cos(l) b = Cos(r) c = Sin(l) d = Sin(r)
+        }""",
+        {n: np.array([v]) for n, v in (("from0", 0), ("from1", 1), ("to8", 8), ("last", -1), ("two", 2))},
+    )
+    done = rewrite(m, [fuse_map.PASS])
+    assert done.ops() == {"Map": 1}
+    assert done.error({"x": normal(7, 8)}) < 1e-6
+
+
+def test_axes_of_one_move_without_a_kernel() -> None:
+    m = model("g (float[B, 1, 6] x) => (float[1, B, 6] y) { y = Transpose <perm = [1, 0, 2]> (x) }")
+    done = rewrite(m, [fuse_map.PASS])
+    assert done.ops() == {"Reshape": 1}
+    assert done.error({"x": normal(3, 1, 6)}) == 0.0
+
+
 def test_views_alone_need_no_kernel() -> None:
     m = model("g (float[B, S, 24] x) => (float[C, 6] y) { y = Reshape(x, target) }", {"target": np.array([-1, 6])})
     done = rewrite(m, [fuse_map.PASS])
