@@ -13,7 +13,7 @@ from onnx import helper
 from . import export
 from .ir import Tensor
 from .passes import Measure
-from .verify import ort_session
+from .verify import ort_session, run_session
 
 Feeds = Mapping[str, npt.NDArray[Any]]
 
@@ -29,7 +29,7 @@ def measure_on(cases: Sequence[Feeds]) -> Measure:
         session = ort_session(model)
         results = []
         for feeds in cases:
-            values = dict(feeds) | dict(zip(names, session.run(names, dict(feeds)), strict=True))
+            values = dict(feeds) | dict(zip(names, run_session(session, names, feeds), strict=True))
             results.append([np.asarray(values[t.name]) for t in tensors])
         return results
 

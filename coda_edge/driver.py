@@ -25,7 +25,7 @@ from .noise import seeded
 from .passes import PIPELINE, Pass, PassLog, run_pipeline
 from .report import Report
 from .session import Session
-from .verify import Verifier, ort_session
+from .verify import Verifier, ort_session, run_session
 
 Model = str | os.PathLike[str] | bytes | onnx.ModelProto
 Progress = Callable[[str, float], None]
@@ -145,7 +145,7 @@ def _rewrite(graph: gs.Graph, verifier: Verifier | None, each: bool, tell: Progr
         tell(f"pass {done.name}", (PIPELINE.index(done) + 1) / len(PIPELINE))
         if verifier is not None and each and not verifier.random:
             candidate = ort_session(export.to_model(graph))
-            verifier.check(lambda names, feeds: candidate.run(list(names), dict(feeds)), f"pass {done.name}")
+            verifier.check(lambda names, feeds: run_session(candidate, names, feeds), f"pass {done.name}")
 
     return run_pipeline(graph, after, None if verifier is None else measure_on([feeds for feeds, _ in verifier.cases]))
 

@@ -27,7 +27,7 @@ from .errors import CodaError, InvalidModel
 from .inputs import bound_specs
 from .passes import run_pipeline
 from .report import Unfused
-from .verify import Verifier, ort_session
+from .verify import Verifier, ort_session, run_session
 from .why import unfused
 
 #: ``build``: kernels are built and run. ``onnx``: the rewritten graph is run in onnxruntime. ``none``: nothing is run.
@@ -207,7 +207,7 @@ def _stages(file: Path, depth: Depth) -> Iterator[Surveyed]:
         by_data = frontend.decided_by_data(graph)
         verifier = Verifier.of_model(loaded, bound_specs(loaded, graph), str(file), normal.allows, by_data)
         if not verifier.random:  # else two runs of the rewritten ONNX would differ
-            error = verifier.check(lambda names, feeds: candidate.run(list(names), dict(feeds)), "the rewritten ONNX")
+            error = verifier.check(lambda names, feeds: run_session(candidate, names, feeds), "the rewritten ONNX")
             yield replace(result, error=error)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
@@ -119,6 +120,25 @@ def test_a_wrongly_declared_rank_is_a_note() -> None:
     m = model("g (float[n, 4, 8] x) => (float[n, 6] y) { y = MatMul (x, w) }", {"w": normal(8, 6)})
     report = optimize(m, verify=False).report
     assert report.notes == ["output 'y' is declared with 2 dimensions and has 3, which it is given"]
+
+
+def test_bfloat16_ends_are_verified_after_each_pass() -> None:
+    """A norm, whose numbers are measured too; onnxruntime takes and gives no arrays of bfloat16."""
+    m = model(
+        """
+        g (bfloat16[n, 24] x) => (bfloat16[n, 20] y, int64[2] s) {
+            h = LayerNormalization (x, gain, bias)
+            y = MatMul (h, w)
+            s = Shape (y)
+        }
+        """,
+        {n: normal(*d, seed=i).astype(ml_dtypes.bfloat16) for i, (n, d) in enumerate(_NORM_WEIGHTS.items())},
+    )
+    report = optimize(m, verify="each").report
+    assert report.max_rel_error is not None and report.max_rel_error <= TOLERANCE + ROUNDING["bfloat16"]
+
+
+_NORM_WEIGHTS = {"gain": (24,), "bias": (24,), "w": (24, 20)}
 
 
 def test_an_if_inside_is_promoted() -> None:
