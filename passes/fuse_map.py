@@ -10,7 +10,8 @@ a row: so a norm of each head and the rotation behind it are one kernel.
 
 Groups whose sinks have one shape, and which read one tensor or results of one node, are one group of several sinks if none needs
 another's result; what only they need joins then. So the cosines and sines of angles are one kernel, and so are both ends of a cache.
-What is made of sizes alone by cheap operators (positions, zeros) is made again in each group that reads it.
+What is made of sizes alone by cheap operators (positions, zeros), or one element of single elements, is made again in each group that
+reads it.
 
 What sizes are read from (``SymbolicInfo.sources``) is stored: all sizes of a kernel are known when it begins.
 
@@ -108,9 +109,16 @@ def _free(graph: gs.Graph, known: set[int]) -> set[int]:
         cheap = node.op in _MADE_OF_SIZES or (node.op in ELEMENTWISE and OPERATORS[ELEMENTWISE[node.op]].flops <= 1)
         sources = [producer(t) for t in node.inputs if not _is_literal(t)]
         alone = all(s is not None and (id(s) in known or id(s) in free) for s in sources)
-        if not node.domain and (cheap or node.op in VIEWS) and alone and id(node) not in known:
+        single = (node.op in ELEMENTWISE or node.op in VIEWS) and _is_single(node)
+        if not node.domain and (((cheap or node.op in VIEWS) and alone) or single) and id(node) not in known:
             free.add(id(node))
     return free
+
+
+def _is_single(node: gs.Node) -> bool:
+    """Whether one element is made of single elements."""
+    tensors = [*node.outputs, *(t for t in node.inputs if not _is_literal(t))]
+    return all(same(d, 1) for t in tensors for d in shape(t))
 
 
 def _groups(grouping: _Grouping) -> list[_Group]:

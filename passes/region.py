@@ -16,6 +16,7 @@ from coda_edge.epilogue.program import Argument, EpilogueProgram, Kind, Param, R
 from coda_edge.errors import ShapeError
 from coda_edge.ir import (
     ELEMENTWISE,
+    VIEWS,
     GraphEditor,
     Tensor,
     constant_value,
@@ -100,6 +101,10 @@ def _padded(dims: Dims, tile: Dims) -> tuple[Dim, ...] | None:
     return (*(1,) * (len(tile) - len(dims)), *dims) if len(dims) <= len(tile) else None
 
 
+def _is_single(tensor: Tensor) -> bool:
+    return all(same(d, 1) for d in shape(tensor))
+
+
 class Region:
     """A growing epilogue program over the tile ``acc`` of shape ``tile``.
 
@@ -174,6 +179,9 @@ class Region:
         constant = constant_value(tensor)
         if constant is not None and constant.size == 1 and constant.dtype.kind == "f" and not np.isnan(constant).any():
             return float(constant.reshape(-1)[0])
+        view = made_by(tensor, *VIEWS) if self._inline and _is_single(tensor) else None
+        if view is not None and _is_single(view.inputs[0]) and len(shape(view.inputs[0])) <= len(self.tile):
+            return self.argument(view.inputs[0])
         if self._inline and constant is None and self._recomputable(tensor):
             source = producer(tensor)
             assert source is not None
@@ -205,6 +213,8 @@ class Region:
         if node is None or node.domain or node.op not in ELEMENTWISE or is_output(self.graph, tensor):
             return False
         lies = self._placement(shape(tensor), self.tile)
+        if _is_single(tensor):
+            return all(_is_single(t) for t in node.inputs)
         if lies is not None and lies.kind is Kind.ROW:
             return all(self._placement(shape(t), self.tile) is not None for t in node.inputs)
         if lies is not None and lies.rows is not Rows.ALL:

@@ -105,8 +105,8 @@ def test_groups_that_would_wait_for_each_other_stay_apart() -> None:
     """x·w0 → y·w1 and y·w2 → x·w3: either pair may join, not both."""
     m = model(
         """g (float[B, S, 12] x, float[B, S, 12] y) => (float[B, S, 24] p, float[B, S, 24] q) {
-            a = MatMul(x, w0) s = ReduceMin(a, last) b = MatMul(y, w1) p = Mul(b, s)
-            c = MatMul(y, w2) t = ReduceMin(c, last) d = MatMul(x, w3) q = Mul(d, t)
+            a = MatMul(x, w0) s = ReduceProd(a, last) b = MatMul(y, w1) p = Mul(b, s)
+            c = MatMul(y, w2) t = ReduceProd(c, last) d = MatMul(x, w3) q = Mul(d, t)
         }""",
         {
             **{f"w{i}": normal(12, 24 if i % 2 else 8, seed=i) for i in range(4)},
