@@ -30,19 +30,24 @@ RANDOM = (
 NUMBERS = {"zero": np.int64(0), "one": np.int64(1)}
 
 
-def test_random_models_are_compared_number_by_number() -> None:
-    made = coda_edge.optimize(model(RANDOM, NUMBERS))
+@pytest.fixture(scope="module")
+def made() -> coda_edge.Optimized:
+    """The random model, optimized and verified."""
+    return coda_edge.optimize(model(RANDOM, NUMBERS))
+
+
+def test_random_models_are_compared_number_by_number(made: coda_edge.Optimized) -> None:
     assert made.report.max_rel_error is not None and 0 < made.report.max_rel_error < 1e-5
     assert made.report.sizes.keys() == {"a", "b", "m"} and made.report.sizes["m"] >= 1
     assert made.report.notes == []
 
 
-def test_the_reference_is_what_a_session_draws() -> None:
+def test_the_reference_is_what_a_session_draws(made: coda_edge.Optimized) -> None:
     proto = frontend.load(model(RANDOM, NUMBERS))
     assert noise.draws(proto) and not noise.draws(noise.with_noise(proto))
     reference = ort_session(noise.with_noise(proto))
     x = np.random.default_rng(0).standard_normal((7, 9)).astype(np.float32)
-    with coda_edge.Session(to_bytes(coda_edge.optimize(proto, verify=False).bundle)) as session:
+    with coda_edge.Session(to_bytes(made.bundle)) as session:
         run = noise.seeded(session)
         first, again = run(["y", "z", "w"], {"x": x}), run(["y", "z", "w"], {"x": x})
         other = session.run(["y"], {"x": x})
@@ -110,8 +115,7 @@ def test_onnxruntime_keeps_what_data_decides() -> None:
     assert package(model(RANDOM, NUMBERS)).max_rel_error is None
 
 
-def test_reports_use_the_sizes_of_the_verified_run(tmp_path: Path) -> None:
-    made = coda_edge.optimize(model(RANDOM, NUMBERS))
+def test_reports_use_the_sizes_of_the_verified_run(made: coda_edge.Optimized, tmp_path: Path) -> None:
     made.save(tmp_path / "m.coda")
     view = inspect_bundle(tmp_path / "m.coda")
     assert view.sizes == made.report.sizes
