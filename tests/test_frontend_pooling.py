@@ -9,8 +9,11 @@ import numpy.typing as npt
 import onnx
 import pytest
 from coda_edge.passes import PIPELINE
+from graphs import one_node, run, to_model, worst_error
 from onnx import TensorProto, helper, numpy_helper
 from rewriting import model, normal, rewrite
+
+from coda_edge.frontend import load, normalize
 
 Array = npt.NDArray[Any]
 
@@ -121,3 +124,17 @@ def test_softmax_of_flattened_rows_is_on_the_rows() -> None:
     done = rewrite(m, [])
     assert done.ops() == {"Softmax": 1}
     assert done.error({"x": normal(3, 2, 4, 5)}) < 1e-6
+
+
+@pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
+@pytest.mark.parametrize("place", ["half_pixel", "asymmetric", "pytorch_half_pixel", "align_corners"])
+def test_resize_of_dynamic_sizes(place: str, mode: str) -> None:
+    """By scales up and down, and to sizes."""
+    x = np.random.default_rng(0).standard_normal((2, 3, 5, 7)).astype(np.float32)
+    attrs = {"mode": mode, "coordinate_transformation_mode": place}
+    for last in ({"s": np.array([1, 1, 2.0, 0.6], np.float32)}, {"_s": x, "z": np.array([2, 3, 11, 9])}):
+        constants = tuple(n for n in last if n in ("s", "z"))
+        model = one_node("Resize", {"x": x, "_r": x, **last}, 1, 19, constants, {"x": (2, 3, "h", "w")}, **attrs)
+        made = to_model(normalize(load(model)))
+        assert "Resize" not in {n.op_type for n in made.graph.node}
+        assert worst_error(run(model, {"x": x}), run(made, {"x": x})) <= 1e-5

@@ -47,10 +47,7 @@ def _transform(
 ) -> ir.Tensor:
     """``x`` of ``rank`` dimensions, the last the parts of a number, transformed along ``axis``. ``dims``: its size, the transform's, the parts."""
     have, length, parts = dims
-    if onesided and inverse:
-        have, wanted = have, length // 2 + 1
-    else:
-        wanted = length
+    wanted = length // 2 + 1 if onesided and inverse else length
     order = [i for i in range(rank) if i not in (axis, rank - 1)] + [axis, rank - 1]
     y = b("Transpose", x, perm=order)
     if wanted < have:
