@@ -135,6 +135,12 @@ CASES = {
         {"half": np.array(0.5, np.float32), "one": np.array(1, np.float32)},
         [sizes((2, 5)), sizes((2, 1)), sizes((2, 0))],
     ),
+    "pixels": Case(
+        "(float[b,h,w] x) => (float[b,12] y) { f = Reshape(x, flat) y = Add(f, each) }",
+        {"flat": ints(0, -1), "each": normal(12)},
+        [sizes((2, 3, 4)), sizes((1, 12, 1))],
+        [(sizes((2, 3, 5)), "h*w = 15 exceeds 12"), (sizes((2, 2, 4)), "is below 12")],
+    ),
     "windows": Case(
         "(float[b,s] x) => (float[b,w,4] y, float[b,s] z) { n = Shape <start = 1> (x) m = Div(n, four) l = Shape <end = 1> (x) "
         "h = Concat <axis = 0> (l, m, four) r = Reshape(x, h) y = Neg(r) f = Concat <axis = 0> (l, n) g = Reshape(y, f) z = Add(x, g) }",

@@ -31,6 +31,8 @@ Type: TypeAlias = "tuple[Any, tuple[Dim, ...]]"
 
 # Values are followed for tensors of at most this many elements: more never is a shape.
 _MOST_VALUES = 256
+# What may be known as a whole where it cannot be solved for one size.
+_WHOLE_TERMS = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.Max, sympy.Min, sympy.Mul)
 #: The same for floats, which are scales of sizes: what has more is positions, whose arithmetic is no size.
 MOST_FLOATS = 8
 
@@ -98,7 +100,7 @@ class SymbolicInfo:
 class Equalities:
     """Sizes that were assumed equal: each later symbol is an expression in earlier ones, in order of the inputs.
 
-    A quotient or the like that cannot be solved for a symbol is known as a whole, if it equals a number, or if it is
+    A product, a quotient or the like that cannot be solved for a symbol is known as a whole, if it equals a number, or if it is
     rounded and has to be what it is before rounding.
     """
 
@@ -157,10 +159,7 @@ class Equalities:
         value = -number / factor
         if value == 1 and isinstance(term, sympy.Mul | sympy.Pow):
             return all(self.equate(base, 1) for base in term.as_powers_dict())
-        if (
-            not isinstance(term, sympy.floor | sympy.ceiling | sympy.Mod | sympy.Max | sympy.Min)
-            or not value.is_integer
-        ):
+        if not isinstance(term, _WHOLE_TERMS) or not (term.is_integer and value.is_integer):
             return False
         self.known[term] = value
         return True
