@@ -84,16 +84,6 @@ def test_bias_of_the_raw_tensor_stays_where_its_statistics_are_taken() -> None:
     assert done.error({"a": normal(2, 5, 12)}) < 2e-6
 
 
-def test_double_precision_is_refused_with_a_reason() -> None:
-    m = model(
-        "g (double[B, 24] x) => (double[B, 40] y) { n = Mul(x, g) y = MatMul(n, w) }",
-        {"w": normal(24, 40).astype(np.float64), "g": normal(24).astype(np.float64)},
-    )
-    done = rewrite(m, _PASSES)
-    assert done.log.rewrites["absorb_norm"] == 0
-    assert "float64" in done.log.refusals[0].reason
-
-
 def test_a_bias_that_adds_a_dimension_is_not_joined() -> None:
     m = model(
         f"g (float[S, 24] x) => (float[1, S, 40] y) {{ {_NORMS['LayerNormalization']} p = MatMul(n, w) y = Add(p, c) }}",
