@@ -136,6 +136,7 @@ def to_normal_form(
     emit_sizes(graph, state.infer(graph))
     _tidy(graph, state)
     _copy_constant_outputs(graph)
+    _write_perms(graph)
     info = state.infer(graph)
     ir.sort(graph)
     return NormalForm(graph, state.constraints.known_by(graph, info))
@@ -158,6 +159,13 @@ def _rearrange(graph: gs.Graph, state: _State) -> int:
     for rewrite in (defer_expands, compose_movement, sink_row_movement, compose_movement):
         changes += rewrite(graph, state.infer(graph)) + _tidy(graph, state)
     return changes
+
+
+def _write_perms(graph: gs.Graph) -> None:
+    """Gives each Transpose the order of axes that it has by default."""
+    for node in graph.nodes:
+        if node.op == "Transpose" and not node.domain:
+            node.attrs.setdefault("perm", list(range(len(ir.shape(node.inputs[0]))))[::-1])
 
 
 def _copy_constant_outputs(graph: gs.Graph) -> None:
