@@ -251,7 +251,8 @@ class Call:
             self.state.info.constraints.append(Constraint(a, "=", b, self.name))
         for term, value in terms.items():
             if not value.is_Integer:
-                self.divisible(*sympy.fraction(sympy.together(value)), "a quotient that the node needs to be whole")
+                numerator, denominator = sympy.fraction(sympy.together(value))
+                self.divisible(numerator, denominator, "a quotient that the node needs to be whole")
                 continue
             # The inputs' sizes don't tell it, so it must be checked when they are known: as two bounds.
             reason = f"a dimension that the node needs to be {value}"
