@@ -2,11 +2,13 @@
 
 Rule: let c(t) be a Slice or Gather of one axis of t, the only reader of t. If t = f(x, …) and every element of f's result depends on the
 same place of that axis of x, then c(f(x, …)) = f(c(x), …), and so on upwards over every operator all of whose readers are such. Such are
-elementwise operators, matrix products along their left operand's rows, softmaxes and reductions of other axes, Transpose, Reshape that
-keeps the axis, choices and joints of other axes, and look-ups in a table. So the logits of the last token are one row of one product,
-and the last layer of a classifier works on the first token alone, with keys and values of all.
+elementwise operators, products with a constant along their left operand's rows, softmaxes and reductions of other axes, Transpose, Reshape
+that keeps the axis, choices and joints of other axes, and look-ups in a table. So the logits of the last token are one row of one product,
+and behind the last attention of a classifier everything works on the first token alone.
 
 Conditions: what is chosen is a number of places that is known, and at most half of them; a matrix product is among what moves.
+Refused: products of two run-time tensors. Queries of attention could be chosen too, but then q no longer shares a product with k and v: two
+kernels more for a twelfth of one layer's arithmetic.
 """
 
 from __future__ import annotations
@@ -196,7 +198,7 @@ def _pointwise(node: gs.Node, axis: int) -> Axes:
 def _product(node: gs.Node, axis: int) -> Axes:
     left, right = (shape(t) for t in node.inputs)
     rank = len(shape(node.outputs[0]))
-    if len(left) < 2 or len(right) < 2 or axis == rank - 1:
+    if constant_value(node.inputs[1]) is None or len(left) < 2 or len(right) < 2 or axis == rank - 1:
         return None
     if axis == rank - 2:
         return [len(left) - 2, None]
