@@ -31,7 +31,9 @@ class WhyView:
     def render(self, console: Console) -> None:
         """One line for each kernel that is left."""
         left = f"{len(self.unfused)} left on their own" if self.unfused else "nothing left on its own"
-        console.print(Text(f"{self.file}: {self.gemm} GEMM, {self.attention} attention, {left}", style="bold"), soft_wrap=True)
+        console.print(
+            Text(f"{self.file}: {self.gemm} GEMM, {self.attention} attention, {left}", style="bold"), soft_wrap=True
+        )
         for u in self.unfused:
             console.print(Text.assemble((u.op, "bold"), f" {u.node}: {u.reason}"), soft_wrap=True)
         for note in self.notes:

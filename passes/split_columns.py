@@ -39,7 +39,6 @@ from .base import Pass, PassLog
 from .heads import Labels, sliced
 from .pieces import Pieces
 
-
 _MOVES = ("Transpose", "Slice", "Gather", *VIEWS)
 """Operators that choose and rearrange."""
 

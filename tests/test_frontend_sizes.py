@@ -8,8 +8,7 @@ import pytest
 from graphs import run, to_model
 
 from coda_edge.errors import ShapeError
-from coda_edge.frontend import infer
-from coda_edge.frontend import SymbolicInfo
+from coda_edge.frontend import SymbolicInfo, infer
 from coda_edge.frontend.sizes import SizeEmitter, expand_target, reshape_target
 from coda_edge.symbolic import divide, evaluate, format_dim, parse_dim, product, same
 
