@@ -2,7 +2,7 @@
 
 A half-precision model is judged by the same model in float32 (``frontend.half``), its outputs rounded to their dtype: what half's
 rounding makes of it on the way is no standard. How far onnxruntime on the model as it is comes from that is a note in the report.
-What a quantised model is judged by says ``rounding``, what a random one ``noise``.
+What a quantised model, or one that puts scores in order, is judged by says ``rounding``, what a random one ``noise``.
 
 Where data decides the size of an output, a rounding may: a case in which a size is a little other than onnxruntime's is not compared, and a
 note says so.
@@ -14,7 +14,7 @@ import ctypes
 import itertools
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,7 +27,7 @@ from .dtypes import is_float, numpy_dtype
 from .errors import InvalidModel, VerificationError
 from .frontend import half
 from .inputs import InputSpec, Padding, default_sizes, generate_inputs
-from .rounding import SMALL_CASES, Spread, nudged, quantises, share_unequal
+from .rounding import SMALL_CASES, Spread, nudged, orders, quantises, share_unequal
 
 if TYPE_CHECKING:
     import onnx
@@ -180,8 +180,12 @@ class Verifier:
     #: The outputs whose sizes data decides; whether the model draws random numbers, which only ``noise.seeded`` draws again.
     by_data: frozenset[str] = frozenset()
     random: bool = False
+    #: If the model puts scores in order: makes other ways to compute it, which may order equal ones otherwise.
+    reorder: Callable[[], Iterator[Reference]] | None = None
     #: Of the last check: the input shapes of the cases compared, and those in which a rounding decided a size, in words.
     compared: list[dict[str, list[int]]] = field(default_factory=list)
+    #: Those of the outputs compared by their values in ascending order.
+    unordered: frozenset[str] = frozenset()
     resized: list[str] = field(default_factory=list)
 
     @staticmethod
@@ -203,11 +207,14 @@ class Verifier:
         if not half.has_half(loaded):
             # Optimised, onnxruntime takes some quantised operators by tables of integers: close, but not what they are defined to be.
             plain = quantises(loaded)
-            variants = [ort_session(m, plain=True) for m in nudged(loaded)]
+            variants = [ort_session(m, plain=True) for m in nudged(loaded)] if plain else []
             variants += [ort_session(path or loaded)] if plain else []
             judge = ort_session(path or loaded, plain=plain)
-            return Verifier.of(specs, judge, variants, allowed, _output_dtypes(loaded), by_data)
-        promoted = [Promoted(m) for m in nudged(loaded)]
+            verifier = Verifier.of(specs, judge, variants, allowed, _output_dtypes(loaded), by_data)
+            if orders(loaded) and not plain:
+                verifier.reorder = lambda: (ort_session(m) for m in nudged(loaded))
+            return verifier
+        promoted = [Promoted(m) for m in nudged(loaded)] if quantises(loaded) else []
         verifier = Verifier.of(specs, Promoted(loaded), promoted, allowed, _output_dtypes(loaded), by_data)
         verifier.remarks = _as_it_is(path or loaded, verifier)
         return verifier
@@ -251,11 +258,21 @@ class Verifier:
         return (
             self.remarks
             + self.resized
+            + [
+                f"output '{name}' is compared by its values in ascending order: scores that are as good as equal are ordered otherwise, "
+                "and so does onnxruntime with weights moved by a rounding"
+                for name in sorted(self.unordered)
+            ]
             + (self.spread.notes(self.found, self.tolerances) if self.spread is not None else [])
         )
 
-    def errors(self, run: Runner, labels: bool = False) -> list[dict[str, float]]:
-        """What each output of ``run`` differs by, in each case but those that ``resized`` tells of; ``labels``: whole numbers by how many are unequal."""
+    def errors(
+        self, run: Runner, labels: bool = False, unordered: frozenset[str] = frozenset()
+    ) -> list[dict[str, float]]:
+        """What each output of ``run`` differs by, in each case but those that ``resized`` tells of.
+
+        ``labels``: whole numbers by how many are unequal. ``unordered``: the outputs whose values are compared in ascending order.
+        """
         found = []
         self.compared, self.resized = [], []
         for feeds, expected in self.cases:
@@ -270,12 +287,24 @@ class Verifier:
                 )
                 continue
             self.compared.append(shapes)
-            found.append({n: _difference(ours, reference, labels) for n, ours, reference in pairs})
+            found.append(
+                {
+                    n: relative_error(_ascending(ours), _ascending(reference))
+                    if n in unordered and ours.shape == reference.shape
+                    else _difference(ours, reference, labels)
+                    for n, ours, reference in pairs
+                }
+            )
         return found
 
     def check(self, run: Runner, what: str) -> float:
         """The worst relative error of ``run``. Raises VerificationError, naming ``what``, beyond the tolerance."""
         self.found = self.errors(run, labels=self.spread is not None)
+        different, self.unordered = self._beyond(self.found), frozenset()
+        if self.reorder is not None and different:
+            own = (self._beyond(self.errors(other.run)) for other in self.reorder())
+            self.unordered = different & frozenset().union(*own)
+            self.found = self.errors(run, unordered=self.unordered)
         if self.cases and not self.found:
             raise VerificationError(f"{what} agrees with onnxruntime in no case: {self.resized[0]}")
         allowed = self.tolerances if self.spread is None else self.spread.allowed(self.found, self.tolerances)
@@ -287,6 +316,13 @@ class Verifier:
                         f"at input shapes {shapes}: please report the model; verify=False takes the result as it is"
                     )
         return max((error for errors in self.found for error in errors.values()), default=0.0)
+
+    def _beyond(self, found: Sequence[Mapping[str, float]]) -> frozenset[str]:
+        return frozenset(name for errors in found for name, error in errors.items() if error > self.tolerances[name])
+
+
+def _ascending(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return np.sort(values, axis=None)
 
 
 def _resized(ours: tuple[int, ...], reference: tuple[int, ...]) -> bool:

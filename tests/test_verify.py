@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
+import numpy.typing as npt
 import onnx
 import pytest
 from rewriting import model, normal
@@ -69,7 +72,6 @@ def _verifier(m: onnx.ModelProto) -> Verifier:
 
 
 def test_a_model_that_does_not_quantise_has_no_spread() -> None:
-    assert nudged(_plain()) == []
     verifier = _verifier(_plain())
     assert verifier.tolerances == {"y": TOLERANCE} and verifier.spread is None
     assert verifier.check(_run(_plain()), "itself") == 0.0 and verifier.notes() == []
@@ -115,6 +117,62 @@ def test_nudging_moves_float_weights_by_about_a_rounding() -> None:
         (w2, s2, *_) = (onnx.numpy_helper.to_array(i) for i in moved.graph.initializer)
         assert np.abs(w2 / w - 1).max() < 1e-5 and abs(s2 / s - 1) < 1e-5
         assert (w2 != w).any() or s2 != s
+
+
+def _ordered(scores: npt.NDArray[np.float32]) -> onnx.ModelProto:
+    """The rows of x in order of one score each, whatever x is, and their sum."""
+    return model(
+        """
+        g (float[n, 6, 4] x) => (float[n, 6, 4] y, float[n, 1, 4] total) {
+            zero = Constant <value_float = 0.0> ()
+            none = Mul (x, zero)
+            row = ReduceSum <keepdims = 0> (none, last)
+            score = Add (row, scores)
+            s, i = TopK <axis = -1> (score, k)
+            at = Unsqueeze (i, last)
+            picked = Expand (at, width)
+            y = GatherElements <axis = 1> (x, picked)
+            total = ReduceSum <keepdims = 1> (y, rows)
+        }
+        """,
+        {
+            "scores": scores,
+            "last": np.array([-1]),
+            "rows": np.array([1]),
+            "k": np.array([6]),
+            "width": np.array([1, 1, 4]),
+        },
+    )
+
+
+def test_equal_scores_may_be_ordered_otherwise() -> None:
+    m = _ordered(np.ones(6, np.float32))
+    verifier = _verifier(m)
+    run = _run(m)
+
+    def otherwise(names: Sequence[str], feeds: Mapping[str, npt.NDArray[np.float32]]) -> list[npt.NDArray[np.float32]]:
+        y, total = run(names, feeds)
+        return [y[:, ::-1], total]
+
+    assert verifier.check(otherwise, "another order") == 0.0
+    assert (
+        "output 'y' is compared by its values in ascending order" in verifier.notes()[0] and len(verifier.notes()) == 1
+    )
+    with pytest.raises(VerificationError, match="changes output 'y' by"):
+        verifier.check(
+            lambda names, feeds: [2 * v for v in otherwise(names, feeds)][:1] + run(names, feeds)[1:], "twice"
+        )
+    with pytest.raises(VerificationError, match="changes output 'total' by"):
+        verifier.check(
+            lambda names, feeds: [otherwise(names, feeds)[0], run(names, feeds)[1][..., ::-1]], "a wrong sum"
+        )
+    assert verifier.check(run, "itself") == 0.0 and verifier.notes() == []
+
+
+def test_scores_that_differ_have_one_order() -> None:
+    m = _ordered(np.arange(6, dtype=np.float32))
+    with pytest.raises(VerificationError, match="changes output 'y' by"):
+        _verifier(m).check(lambda names, feeds: [v[:, ::-1] for v in _run(m)(names, feeds)], "another order")
 
 
 def test_a_model_that_needs_more_entries_than_one() -> None:
