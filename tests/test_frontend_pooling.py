@@ -54,6 +54,35 @@ def test_pool(name: str) -> None:
         assert done.error({"x": normal(*shape)}) < 1e-6
 
 
+LARGE: dict[str, tuple[str, dict[str, Any], list[Any], set[str]]] = {
+    "average of all": ("AveragePool", {"kernel_shape": [7, 9]}, [7, 9], {"ReduceMean", "Map"}),
+    "max of all": ("MaxPool", {"kernel_shape": [7, 9]}, [7, 9], {"ReduceMax", "Map"}),
+    "max of one axis": ("MaxPool", {"kernel_shape": [7, 2], "pads": [0, 1, 0, 0]}, [7, "w"], {"ReduceMax", "Map"}),
+    "padded": (
+        "AveragePool",
+        {"kernel_shape": [5, 5], "pads": [2, 2, 2, 2], "strides": [4, 4]},
+        [2, 3],
+        {"ReduceMean", "Map"},
+    ),
+    "the last rows left out": ("LpPool", {"kernel_shape": [5, 4], "strides": [3, 5]}, [7, 8], {"ReduceSum", "Map"}),
+    "beyond the end": (
+        "AveragePool",
+        {"kernel_shape": [320, 320], "strides": [320, 320], "ceil_mode": 1, "count_include_pad": 1},
+        [2, 3],
+        {"ReduceMean", "Map"},
+    ),
+    "mostly padding": ("MaxPool", {"kernel_shape": [41, 41], "pads": [40, 40, 40, 40]}, [2, 3], {"Map"}),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_windows_larger_than_the_picture(name: str) -> None:
+    op, attributes, sizes, expected = LARGE[name]
+    done = rewrite(_node(op, ["n", 3, *sizes], {}, **attributes), PIPELINE)
+    assert set(done.ops()) <= expected and len(done.graph.nodes) < 10
+    assert done.error({"x": normal(2, 3, *(s if isinstance(s, int) else 6 for s in sizes))}) < 1e-6
+
+
 TRANSPOSED: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "patches": ((3, 4, 2, 2), {"strides": [2, 2]}),
     "uneven patches": ((3, 4, 3, 2), {"strides": [3, 2]}),

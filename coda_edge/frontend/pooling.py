@@ -3,6 +3,7 @@
 | operator | becomes |
 |---|---|
 | MaxPool, AveragePool, LpPool | Pad, a Slice for each tap, and their maximum or sum: elementwise, so it fuses with what follows |
+| … along an axis with one window | the axis reduced |
 | ConvTranspose, kernel = stride | a matrix product for every pixel, its columns rearranged to the patch |
 | ConvTranspose otherwise | zeros between the elements, then a convolution by the mirrored kernel |
 
@@ -15,21 +16,25 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from .. import ir
+from ..symbolic import Dim
 from .builder import Builder, decomposition
 from .sizes import TO_END
 
 # Each tap is an operand of an elementwise chain; windows of more go axis by axis.
 _MOST_TAPS = 32
+_REDUCE = {"Add": "ReduceSum", "Max": "ReduceMax"}
 
 
 @dataclass(frozen=True)
 class _Window:
-    """What a pool does along each spatial axis. ``extra``: behind the padding, where a last window reaches beyond it."""
+    """What a pool does along each spatial axis of ``sizes``. ``extra``: behind the padding, where a last window reaches beyond it."""
 
+    sizes: tuple[Dim, ...]
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
     dilations: tuple[int, ...]
@@ -81,11 +86,19 @@ def _window(b: Builder) -> _Window | None:
             # A window that would start in the padding at the end is none.
             last -= last * stride >= dim + pads[axis]
             extra[axis] = max(last * stride + reach - padded, 0)
-    return _Window(kernel, strides, dilations, tuple(pads[:count]), tuple(pads[count:]), tuple(extra))
+    sizes = tuple(ir.shape(b.node.inputs[0])[2:])
+    return _Window(sizes, kernel, strides, dilations, tuple(pads[:count]), tuple(pads[count:]), tuple(extra))
 
 
 def _taps(b: Builder, y: ir.Tensor, window: _Window, fill: float, op: str) -> ir.Tensor:
     """``op`` over each window of ``y``; one axis after the other where a window has many elements."""
+    alone = [axis for axis in range(len(window.kernel)) if _windows(window, axis) == 1 and window.dilations[axis] == 1]
+    if alone:
+        ends = [window.kernel[axis] - window.before[axis] for axis in alone]
+        y = b(_REDUCE[op], b("Slice", y, [0] * len(alone), ends, [2 + axis for axis in alone]), [2 + a for a in alone])
+        if len(alone) == len(window.kernel):
+            return y
+        window = _without(window, alone)
     after = [a + e for a, e in zip(window.after, window.extra, strict=True)]
     if any((*window.before, *after)):
         y = _padded(b, y, window.before, after, fill)
@@ -93,7 +106,7 @@ def _taps(b: Builder, y: ir.Tensor, window: _Window, fill: float, op: str) -> ir
     axes = [[axis] for axis in range(count)] if math.prod(window.kernel) > _MOST_TAPS else [list(range(count))]
     for group in axes:
         total: ir.Tensor | None = None
-        for tap in itertools.product(*(range(window.kernel[axis]) for axis in group)):
+        for tap in itertools.product(*(_inside(window, axis) for axis in group)):
             starts = [t * window.dilations[axis] for t, axis in zip(tap, group, strict=True)]
             left = [(window.kernel[a] - 1 - t) * window.dilations[a] for t, a in zip(tap, group, strict=True)]
             ends = [-e if e else TO_END for e in left]
@@ -102,6 +115,42 @@ def _taps(b: Builder, y: ir.Tensor, window: _Window, fill: float, op: str) -> ir
         assert total is not None
         y = total
     return y
+
+
+def _windows(window: _Window, axis: int) -> int | None:
+    """How many there are along a static axis."""
+    size, reach = window.sizes[axis], window.dilations[axis] * (window.kernel[axis] - 1) + 1
+    if not isinstance(size, int):
+        return None
+    return (size + window.before[axis] + window.after[axis] + window.extra[axis] - reach) // window.strides[axis] + 1
+
+
+def _inside(window: _Window, axis: int) -> list[int]:
+    """The taps that are not in the padding of every window."""
+    count, size = _windows(window, axis), window.sizes[axis]
+    taps = range(window.kernel[axis])
+    if count is None:
+        return list(taps)
+    first = [t * window.dilations[axis] - window.before[axis] for t in taps]
+    last = (count - 1) * window.strides[axis]
+    return [t for t in taps if any(0 <= first[t] + at < size for at in range(0, last + 1, window.strides[axis]))]
+
+
+def _without(window: _Window, done: Sequence[int]) -> _Window:
+    """``window`` where axes ``done`` have one element each."""
+
+    def at(values: tuple[Any, ...], one: int) -> tuple[Any, ...]:
+        return tuple(one if axis in done else value for axis, value in enumerate(values))
+
+    return _Window(
+        at(window.sizes, 1),
+        at(window.kernel, 1),
+        at(window.strides, 1),
+        at(window.dilations, 1),
+        at(window.before, 0),
+        at(window.after, 0),
+        at(window.extra, 0),
+    )
 
 
 def _padded(b: Builder, y: ir.Tensor, before: Sequence[int], after: Sequence[int], fill: float) -> ir.Tensor:
@@ -119,7 +168,8 @@ def _count(b: Builder, window: _Window) -> ir.Tensor | float:
     if whole:
         ones = _padded(b, ones, window.before, window.after, 1.0)
         none = (0,) * count
-        window = replace(window, before=none, after=none)
+        sizes = tuple(s + x + y for s, x, y in zip(window.sizes, window.before, window.after, strict=True))
+        window = replace(window, sizes=sizes, before=none, after=none)
     return _taps(b, ones, window, 0.0, "Add")
 
 
