@@ -58,6 +58,20 @@ def test_equal_to_numpy(equation: str, symbolic: bool) -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("equation", ["abef,def->aebd", "aebf,def->eabd", "def,abef->eadb"])
+def test_rows_of_two_dynamic_sizes_stay_axes(equation: str) -> None:
+    """Positions in relation to each other: the heads are batch entries, and the rows those of a batch and a sequence."""
+    rng = np.random.default_rng(2)
+    terms = equation.partition("->")[0].split(",")
+    feeds = {f"x{i}": rng.standard_normal([SIZES[c] for c in term]).astype(np.float32) for i, term in enumerate(terms)}
+    dims = {f"x{i}": [c if c in "ab" else SIZES[c] for c in term] for i, term in enumerate(terms)}
+    normal = to_model(normalize(load(one_node("Einsum", feeds, dims=dims, equation=equation))))
+    assert [n.op_type for n in normal.graph.node].count("MatMul") == 1 and "Einsum" not in {
+        n.op_type for n in normal.graph.node
+    }
+    np.testing.assert_allclose(run(normal, feeds)[0], np.einsum(equation, *feeds.values()), rtol=1e-5, atol=1e-5)
+
+
 def test_an_ellipsis_stands_for_leading_axes() -> None:
     rng = np.random.default_rng(1)
     for equation, shapes in (("...ij,jk->...ik", [(2, 3, 4, 5), (5, 6)]), ("...ij,...jk", [(2, 4, 5), (2, 5, 6)])):

@@ -65,10 +65,15 @@ def _product(b: Builder, x: _Term, y: _Term, result: str, kept: str, sizes: Mapp
     left = "".join(c for c in x.indices if c not in shared)
     right = "".join(c for c in y.indices if c not in shared)
     rows = [*left] if not batch and left else [left]
-    a = _grouped(b, _ordered(b, x, batch + left + contracted), [*batch, *rows, contracted], sizes)
+    lead = ""
+    if batch and len(left) > 1 and _target([*batch, left, right], [*batch, *left, *right], sizes) is None:
+        # Rows of two dynamic sizes cannot be told apart again: all but the last stay axes that y is broadcast along.
+        lead, left = left[:-1], left[-1]
+        rows = [left]
+    a = _grouped(b, _ordered(b, x, lead + batch + left + contracted), [*lead, *batch, *rows, contracted], sizes)
     w = _grouped(b, _ordered(b, y, batch + contracted + right), [*batch, contracted, right], sizes)
-    out = _Term(b("MatMul", a, w), batch + left + right)
-    return _Term(_reshaped(b, out.tensor, [*batch, *rows, right], [*out.indices], sizes), out.indices)
+    out = _Term(b("MatMul", a, w), lead + batch + left + right)
+    return _Term(_reshaped(b, out.tensor, [*lead, *batch, *rows, right], [*out.indices], sizes), out.indices)
 
 
 def _first(x: _Term, y: _Term, result: str) -> int:
@@ -112,10 +117,15 @@ def _reshaped(
     """``tensor``, each of whose axes is the indices of an item of ``have``, with axes as in ``want``; an empty item is an axis of 1."""
     if list(have) == list(want):
         return tensor
-    before, after = (
-        [sizes[g] if len(g) == 1 else simplify(prod(sizes[c] for c in g)) for g in groups] for groups in (have, want)
-    )
-    target = reshape_target(before, after)
+    target = _target(have, want, sizes)
     if target is None:
         raise _Unspeakable
     return b("Reshape", tensor, target)
+
+
+def _target(have: Sequence[str], want: Sequence[str], sizes: Mapping[str, Dim]) -> list[int] | None:
+    """The target of such a reshape; None if none expresses it."""
+    before, after = (
+        [sizes[g] if len(g) == 1 else simplify(prod(sizes[c] for c in g)) for g in groups] for groups in (have, want)
+    )
+    return reshape_target(before, after)
