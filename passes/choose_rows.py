@@ -6,7 +6,8 @@ elementwise operators, products with a constant along their left operand's rows,
 that keeps the axis, choices and joints of other axes, and look-ups in a table. So the logits of the last token are one row of one product,
 and behind the last attention of a classifier everything works on the first token alone.
 
-Conditions: what is chosen is a number of places that is known, and at most half of them; a matrix product is among what moves.
+Conditions: what is chosen is a number of places that is known, and at most half of them; a matrix product is among what moves; nothing
+that moves reads all of a tensor of which places are chosen.
 Refused: products of two run-time tensors. Queries of attention could be chosen too, but then q no longer shares a product with k and v: two
 kernels more for a twelfth of one layer's arithmetic.
 """
@@ -107,6 +108,7 @@ def _choice(graph: gs.Graph, node: gs.Node) -> _Choice | None:
 def _above(graph: gs.Graph, choice: _Choice) -> _Above:
     above = _Above([], {id(choice.data): choice.axis}, {id(choice.data): choice.data})
     members = {id(choice.node)}
+    whole = {id(t) for t in choice.node.inputs[1:]}  # what is read in all places
     places = shape(choice.data)[choice.axis]
     for node in reversed(in_order(graph)):
         out = node.outputs[0] if len(node.outputs) == 1 else None
@@ -117,8 +119,15 @@ def _above(graph: gs.Graph, choice: _Choice) -> _Above:
             continue
         axes = rule(node, above.axes[id(out)])
         found = None if axes is None else [(t, a) for t, a in zip(node.inputs, axes, strict=True) if a is not None]
-        if not found or any(above.axes.get(id(t), a) != a or not same(shape(t)[a], places) for t, a in found):
+        if axes is None or not found:
             continue
+        rest = whole | {id(t) for t, a in zip(node.inputs, axes, strict=True) if a is None}
+        placed = {**above.axes, **{id(t): a for t, a in found}}
+        if not rest.isdisjoint(placed) or any(
+            above.axes.get(id(t), a) != a or not same(shape(t)[a], places) for t, a in found
+        ):
+            continue
+        whole = rest
         members.add(id(node))
         above.nodes.append(node)
         for t, a in found:

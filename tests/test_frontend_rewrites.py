@@ -458,3 +458,9 @@ LOOP = """(float[B, 6] x, int64 m) => (float[B, 6] y) {
 def test_a_loop_that_data_decides_is_refused() -> None:
     with pytest.raises(UnsupportedOperator, match=r"operator Loop .*how often its body runs"):
         normalize(load(_parse(LOOP)))
+
+
+def test_a_bool_of_a_position_is_no_position() -> None:
+    graph = _check("""(float[S, 3] x) => (float[S, 3] y) <int64 zero = {0}, int64 one = {1}> {
+        s = Shape(x) n = Gather(s, zero) r = Range(zero, n, one) b = Cast <to = 9> (r) i = Cast <to = 7> (b) y = Gather(x, i) }""")
+    assert _ops(graph)["Gather"] == 1

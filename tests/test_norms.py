@@ -168,3 +168,19 @@ def test_layers_share_norms_and_residuals() -> None:
     done = Rewritten(m, graph, run_pipeline(graph))
     assert done.ops() == {"Gemm": 4}
     assert done.error({"a": normal(3, 7, 12), "residual": normal(3, 7, _WIDTH, seed=5)}) < 3e-6
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s = ReduceMean <keepdims = 0> (x, last) y = Add(s, several)",
+        "r = Squeeze(x, middle) s = ReduceSum(r, middle) y = Mul(s, several)",
+    ],
+)
+def test_a_constant_of_one_number_may_repeat_a_statistic(text: str) -> None:
+    constants = {"several": np.full(5, 1 / 7, np.float32), "last": np.array([2]), "middle": np.array([1])}
+    m = model(f"g (float[B, 1, 7] x) => (float[B, 5] y) {{ {text} }}", constants)
+    done = Rewritten(m, frontend.normalize(frontend.load(m), None), PassLog())
+    feeds = {"x": normal(3, 1, 7)}
+    assert done.outputs(feeds)[0].shape == (3, 5)
+    assert done.error(feeds) < 1e-6

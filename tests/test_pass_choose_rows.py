@@ -123,3 +123,16 @@ def test_tokens_are_chosen_before_they_are_looked_up() -> None:
     assert done.ops()["Map"] == 1 and "1" in products(done)
     for batch, length in _SIZES:
         assert done.error({"ids": np.random.default_rng(0).integers(0, 40, (batch, length))}) < 2e-6
+
+
+def test_a_tensor_that_is_also_read_whole_keeps_its_rows() -> None:
+    """Rows of x, each with another row of x added."""
+    m = model(
+        """g (float[S, 12] x, int64[S] i) => (float[1, 31] y, float[1, 12] z) {
+            a = Gather(x, i) s = Add(a, x) l = MatMul(s, v) y = Slice(l, from_last, end, zero)
+            h = MatMul(x, w) c = Gather(h, i) t = Add(h, c) k = MatMul(t, w) z = Slice(k, from_last, end, zero) }""",
+        _CONSTANTS,
+    )
+    done = rewrite(m, PIPELINE)
+    assert "1" in products(done)
+    assert done.error({"x": normal(6, 12), "i": ints(3, 1, 2, 0, 5, 4)}) < 2e-6

@@ -123,7 +123,9 @@ class _Analysis:
         if node.op == "Expand":
             return _aligned(first, dims)
         if node.op == "Cast":
-            return first
+            # What a bool keeps of a number is whether it is 0.
+            lossless = np.dtype(node.outputs[0].dtype).kind == "i" or first.value in (0, 1, sympy.true, sympy.false)
+            return first if lossless else None
         if node.op in ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose"):
             return _rearranged(first, node, dims)
         if node.op == "Slice":

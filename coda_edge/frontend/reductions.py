@@ -17,7 +17,6 @@ import onnx_graphsurgeon as gs
 
 from .. import ir
 from .builder import Builder, decomposition
-from .simplify import uniform
 
 _REDUCTIONS = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd")
 # Relative distance of a constant from 1 / n: a float32 rounding or two.
@@ -39,7 +38,7 @@ def _squeeze_later(b: Builder) -> ir.Tensor | None:
     variables = [t for t in b.node.inputs if not isinstance(t, gs.Constant)]
     views = [ir.made_by(t, "Squeeze") for t in variables]
     first = views[0] if views else None
-    if first is None or len(first.inputs) != 2 or any(uniform(t) is None for t in _constants(b.node)):
+    if first is None or len(first.inputs) != 2 or any(t.values.size != 1 for t in _constants(b.node)):
         return None
     axes = ir.constant_value(first.inputs[1])
     if axes is None or any(t.values.ndim > b.rank() for t in _constants(b.node)):
@@ -72,7 +71,7 @@ def _is_statistic(tensor: ir.Tensor) -> bool:
 @decomposition("Mul", "Div")
 def _mean(b: Builder) -> ir.Tensor | None:
     for total, factor in (b.node.inputs, reversed(b.node.inputs)):
-        node, c = ir.made_by(total, "ReduceSum"), uniform(factor)
+        node, c = ir.made_by(total, "ReduceSum"), ir.scalar_value(factor)
         swapped = total is not b.node.inputs[0]
         if node is None or c is None or (swapped and b.node.op == "Div") or len(node.inputs) != 2:
             continue
@@ -83,7 +82,8 @@ def _mean(b: Builder) -> ir.Tensor | None:
         if len(ir.shape(factor)) > len(ir.shape(total)):
             continue
         sizes = [ir.shape(x)[a] for a in axes.tolist()]
-        count = math.prod(d for d in sizes if isinstance(d, int)) if all(isinstance(d, int) for d in sizes) else 0
+        known = sizes and all(isinstance(d, int) for d in sizes)
+        count = math.prod(d for d in sizes if isinstance(d, int)) if known else 0
         share = c * count if b.node.op == "Mul" else count / c if c else 0.0
         if abs(share - 1) < _CLOSE:
             return b("ReduceMean", x, node.inputs[1], **node.attrs)
