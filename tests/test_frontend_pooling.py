@@ -42,6 +42,15 @@ POOLS: dict[str, tuple[str, dict[str, Any]]] = {
         "AveragePool",
         {"kernel_shape": [3, 3], "pads": [1, 0, 1, 2], "strides": [2, 1], "count_include_pad": 1},
     ),
+    "average, rounded up": (
+        "AveragePool",
+        {"kernel_shape": [2, 1], "strides": [2, 1], "ceil_mode": 1, "count_include_pad": 1},
+    ),
+    "average, padded and rounded up": (
+        "AveragePool",
+        {"kernel_shape": [4, 3], "strides": [3, 2], "pads": [1, 1, 1, 1], "ceil_mode": 1},
+    ),
+    "max, rounded up": ("MaxPool", {"kernel_shape": [3, 2], "strides": [2, 2], "ceil_mode": 1}),
 }
 
 

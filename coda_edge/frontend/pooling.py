@@ -80,7 +80,11 @@ def _window(b: Builder) -> _Window | None:
             pads[axis], pads[axis + count] = (less, more) if auto == "SAME_UPPER" else (more, less)
         elif ceiling and stride != 1:
             if not isinstance(dim, int):
-                return None
+                # Then no window starts in the padding at the end, and this much makes one more where elements are left.
+                if stride + pads[axis + count] > reach:
+                    return None
+                extra[axis] = stride - 1
+                continue
             padded = dim + pads[axis] + pads[axis + count]
             last = -(-(padded - reach) // stride)
             # A window that would start in the padding at the end is none.
