@@ -89,7 +89,7 @@ def test_a_size_can_be_an_element_of_an_input() -> None:
 IMPOSSIBLE = [
     ("m", -1, "size 'm' is -1, expected 0 or more"),
     ("2*m - m*m", 3, "dimension 0 = -3"),
-    ("m", 2**62, "larger than 64 bits|bytes for these inputs|beyond 64 bits"),
+    ("m", 2**62, "larger than memory can be|bytes for these inputs|beyond 64 bits"),
     ("m*m*m", 2**40, "beyond 64 bits"),
     ("m", 2**55, "no memory"),
     ("100//m", 0, "divides by 0"),
@@ -112,6 +112,20 @@ def test_impossible_sizes_are_errors(size: str, value: int, match: str) -> None:
     assert session.profile() == []
     (y,) = session.run(None, {"m": np.array([1])})
     assert y.size in (1, 100)
+
+
+def test_outputs_that_do_not_fit_together() -> None:
+    """Four of 2⁶² bytes are 2⁶⁴, which an address cannot count."""
+    p = handmade.HandPlan()
+    m = p.input("m", "int64", 1)
+    p.read("m", m)
+    for i in range(4):
+        y = p.output(f"y{i}", "int64", "m")
+        p.step("mix", [m, m, y], [1, 1, 1], "m")
+    session = Session(to_bytes(p.bundle()), threads=1)
+    with pytest.raises((ShapeError, MemoryError), match="no memory"):
+        session.run(None, {"m": np.array([2**59 - 8])})
+    assert [y.shape for y in session.run(None, {"m": np.array([2])})] == [(2,)] * 4
 
 
 def test_an_element_beyond_its_tensor() -> None:

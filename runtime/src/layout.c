@@ -144,6 +144,9 @@ static coda_code check_constraints(const coda_layout *layout, const coda_plan *p
 
 /* --- sizes -------------------------------------------------------------------------------------------------------- */
 
+/* The most bytes of a tensor, or of an arena: paddings and a second one can be added without overflow. */
+static const int64_t MAX_BYTES = SIZE_MAX / 4;
+
 static coda_code measure_tensor(const coda_layout *layout, const plan_tensor *tensor, int64_t *bytes,
                                 coda_error *error) {
   *bytes = (int64_t)coda_dtype_size(tensor->dtype);
@@ -152,8 +155,8 @@ static coda_code measure_tensor(const coda_layout *layout, const plan_tensor *te
     if (dim < 0)
       return coda_fail(error, CODA_ERROR_SHAPE, "'%s' would have dimension %" PRIu32 " = %" PRId64 " for these inputs",
                        tensor->name, axis, dim);
-    if (__builtin_mul_overflow(*bytes, dim, bytes))
-      return coda_fail(error, CODA_ERROR_SHAPE, "'%s' would be larger than 64 bits count for these inputs",
+    if (__builtin_mul_overflow(*bytes, dim, bytes) || *bytes > MAX_BYTES)
+      return coda_fail(error, CODA_ERROR_SHAPE, "'%s' would be larger than memory can be for these inputs",
                        tensor->name);
   }
   return CODA_OK;
@@ -165,7 +168,7 @@ static coda_code check_buffers(const coda_layout *layout, const coda_plan *plan,
     if (b->phase != phase)
       continue;
     const int64_t size = layout->values[b->size];
-    if (size < 0 || size > INT64_MAX / 2)
+    if (size < 0 || size > MAX_BYTES)
       return coda_fail(error, CODA_ERROR_SHAPE, "buffer %" PRIu32 " would have %" PRId64 " bytes for these inputs", i,
                        size);
     if (b->kind != BUFFER_INPUT && b->kind != BUFFER_OUTPUT)
@@ -254,9 +257,9 @@ static coda_code pack(coda_layout *layout, const coda_plan *plan, uint32_t phase
   for (uint32_t i = 0; i < plan->buffer_count; i++)
     if (plan->buffers[i].kind == BUFFER_ARENA && plan->buffers[i].phase == phase) {
       order[count++] = i;
-      if (__builtin_add_overflow(total, padded(layout, &plan->buffers[i]),
-                                 &total)) /* so that no offset below can overflow */
-        return coda_fail(error, CODA_ERROR_SHAPE, "the arena would be larger than 64 bits count for these inputs");
+      total += padded(layout, &plan->buffers[i]);
+      if (total > MAX_BYTES) /* so that no offset below can overflow */
+        return coda_fail(error, CODA_ERROR_SHAPE, "the arena would be larger than memory can be for these inputs");
     }
   sort_by_size(layout, plan, order, count);
   *bytes = 0;

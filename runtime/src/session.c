@@ -322,17 +322,18 @@ static coda_code reserve(coda_session *session, coda_layout *layout, uint32_t ph
                          coda_error *error) {
   const coda_plan *plan = &session->model->plan;
   coda_block *arena = &session->arenas[phase];
-  size_t owned = 0;
+  size_t owned = 0, scratch = 0;
+  bool fits = true;
   for (uint32_t i = 0; i < plan->output_count; i++)
-    if (!outputs[i].data && plan->outputs[i].phase == phase)
-      owned += padded((size_t)layout->tensor_bytes[plan->input_count + i] +
-                      1); /* so that an empty output has an address too */
+    if (!outputs[i].data && plan->outputs[i].phase == phase) /* one byte more: an empty output has an address too */
+      fits = fits && !__builtin_add_overflow(
+                         owned, padded((size_t)layout->tensor_bytes[plan->input_count + i] + 1), &owned);
   const size_t stride = padded(layout->scratch_bytes + 1);
   if (stride > session->scratch_stride)
     session->scratch_stride = stride;
-  const size_t scratch = session->scratch_stride * (size_t)session->threads;
+  fits = fits && !__builtin_mul_overflow(session->scratch_stride, (size_t)session->threads, &scratch);
   const size_t bytes = layout->arenas[phase].bytes;
-  if (coda_block_reserve(arena, bytes + CODA_ALIGNMENT, CODA_ALIGNMENT, &session->allocator) ||
+  if (!fits || coda_block_reserve(arena, bytes + CODA_ALIGNMENT, CODA_ALIGNMENT, &session->allocator) ||
       coda_block_reserve(&session->scratch, scratch, CODA_ALIGNMENT, &session->allocator) ||
       coda_block_reserve(&session->owned[phase], owned, CODA_ALIGNMENT, &session->allocator))
     return coda_fail(error, CODA_ERROR_MEMORY, "no memory for an arena of %zu bytes, scratch of %zu and outputs of %zu",
