@@ -44,12 +44,13 @@ def _activations(node: gs.Node, directions: int) -> list[Function]:
     count = len(_DEFAULTS[node.op])
     first = [n.lower() for n in names[:count]]
     same = all([n.lower() for n in names[i : i + count]] == first for i in range(0, len(names), count))
-    if not same or any(n not in _ACTIVATIONS for n in first) or node.attrs.get("activation_alpha"):
+    scaled = any(node.attrs.get(a) for a in ("activation_alpha", "activation_beta"))
+    if not same or any(n not in _ACTIVATIONS for n in first) or scaled:
         known = ", ".join(_ACTIVATIONS)
         raise UnsupportedOperator(
             node.op,
             node.name,
-            f"its activations are {names}; expected, for both directions alike, {known}, without alpha",
+            f"its activations are {names}; expected, for both directions alike, {known}, without alpha and beta",
         )
     clip = node.attrs.get("clip", None)
     functions = [_ACTIVATIONS[n] for n in first]
@@ -60,7 +61,8 @@ def _activations(node: gs.Node, directions: int) -> list[Function]:
     def clipped(function: Function) -> Function:
         return lambda x: function(maximum(minimum(x, _number(limit)), _number(-limit)))
 
-    return [clipped(f) for f in functions]
+    # What a gate is made of is clipped, as in onnxruntime; not an LSTM's cell, of which its third function makes the state.
+    return [f if i == 2 else clipped(f) for i, f in enumerate(functions)]
 
 
 @dataclass
