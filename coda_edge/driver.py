@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -98,7 +98,7 @@ def optimize(
             "producer": f"coda-edge {__version__}",
             "target": chosen.name,
             "model": loaded.graph.name,
-            "source_sha256": _digest(model, loaded),
+            "source_sha256": _digest(model),
         },
         features=chosen.features,
     )
@@ -150,15 +150,31 @@ def _rewrite(graph: gs.Graph, verifier: Verifier | None, each: bool, tell: Progr
     return run_pipeline(graph, after, None if verifier is None else measure_on([feeds for feeds, _ in verifier.cases]))
 
 
-def _digest(model: Model, loaded: onnx.ModelProto) -> str:
-    """SHA-256 of the model: of its file and, one after another, the files that hold its weights."""
-    if not isinstance(model, (str, os.PathLike)):
-        return hashlib.sha256(model if isinstance(model, bytes) else loaded.SerializeToString()).hexdigest()
+def _digest(model: Model) -> str:
+    """SHA-256 of the model: of its file and, one after another, the files that hold its weights; of a ModelProto, of its ``_parts``."""
+    if isinstance(model, bytes):
+        return hashlib.sha256(model).hexdigest()
+    digest = hashlib.sha256()
+    if isinstance(model, onnx.ModelProto):
+        for part in _parts(model):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+        return digest.hexdigest()
     tensors = onnx.load(model, load_external_data=False).graph.initializer
     places = (e.value for t in tensors for e in t.external_data if e.key == "location")
-    digest = hashlib.sha256()
     for path in (Path(model), *(Path(model).parent / place for place in dict.fromkeys(places))):
         with path.open("rb") as file:
             while block := file.read(_BLOCK):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def _parts(model: onnx.ModelProto) -> Iterator[bytes]:
+    """``model`` in pieces, each with no more than one tensor: protobuf serialises no more than 2 GB at once, and weights not at all here."""
+    graph = model.graph
+    yield onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import).SerializeToString()
+    for message in (*model.functions, *graph.node, *graph.input, *graph.output):
+        yield message.SerializeToString()
+    for tensor in graph.initializer:
+        yield onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims).SerializeToString()
+        yield tensor.raw_data or tensor.SerializeToString()

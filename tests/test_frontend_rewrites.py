@@ -374,6 +374,15 @@ IDENTITIES: dict[str, tuple[str, dict[str, int]]] = {
         {"Mul": 1},
     ),
     "twice not": ("(bool[B] x) => (bool[B] y) { a = Not(x) b = Not(a) c = Not(b) y = Not(c) }", {"Identity": 1}),
+    "an infinity of a widened float": (
+        "(float[B] x) => (bool[B] y, bool[B] z) "
+        "{ w = Cast <to = 11> (x) y = IsInf <detect_negative = 0> (w) z = IsNaN(w) }",
+        {"IsInf": 1, "IsNaN": 1},
+    ),
+    "an infinity of a narrowed float": (
+        "(double[B] x) => (bool[B] y) { w = Cast <to = 1> (x) y = IsInf(w) }",
+        {"Cast": 1, "IsInf": 1},
+    ),
     "a reciprocal": ("(float[B] x, float[B] w) => (float[B] y) { r = Reciprocal(w) y = Mul(r, x) }", {"Div": 1}),
     "a choice that is made": (
         "(float[B] x, float[B] w) => (float[B] y) <bool c = {1}> { a = Where(c, x, w) y = Relu(a) }",

@@ -242,3 +242,34 @@ def test_kernels_of_float16_models_are_verified(name: str) -> None:
     report = optimize(to_half(load_fixture(name))).report
     assert report.max_rel_error is not None and report.max_rel_error <= TOLERANCE + ROUNDING["float16"]
     assert "judged by onnxruntime on the same model in float32" in report.notes[0]
+
+
+@pytest.mark.parametrize("element", ["float16", "bfloat16"])
+def test_a_guard_against_overflow_is_computed(element: str, tmp_path) -> None:
+    """As T5 has it: if any element is infinite, which is asked in float64, all are clipped, 1000 below the largest number."""
+    dtype = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[element]
+    most = float(ml_dtypes.finfo(dtype).max)
+    m = model(
+        f"""
+        g ({element}[n, 32] x) => ({element}[n, 48] y) {{
+            h = MatMul (x, w)
+            wide = Cast <to = 11> (h)
+            infinite = IsInf (wide)
+            ones = Cast <to = 7> (infinite)
+            count = ReduceSum <keepdims = 0> (ones)
+            any = Cast <to = 9> (count)
+            high = Where (any, lower, most)
+            low = Neg (high)
+            y = Clip (h, low, high)
+        }}
+        """,
+        {"w": normal(32, 48).astype(dtype), "lower": dtype(most - 1000), "most": dtype(most)},
+    )
+    with _session(optimize(m), tmp_path) as session:
+        x = normal(5, 32, seed=1).astype(dtype)
+        (y,) = session.run(None, {"x": x})
+        expected = x.astype(np.float64) @ normal(32, 48).astype(dtype).astype(np.float64)
+        assert np.abs(y.astype(np.float64) - expected).max() <= ROUNDING[element] * np.abs(expected).max()
+        x[3, 7] = np.inf
+        (y,) = session.run(None, {"x": x})
+    assert np.array_equal(np.abs(y[3]), np.full(48, dtype(most - 1000)))

@@ -165,6 +165,18 @@ def test_special_values(op: str) -> None:
     assert_same(run_one(proto, {"x": SPECIAL}), expected)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("attributes", [{}, {"detect_negative": 0}, {"detect_positive": 0}])
+def test_infinities(dtype: str, attributes: dict[str, int]) -> None:
+    """A float64 beyond float32 is no infinity."""
+    x = np.append(SPECIAL, [3.4e38, -3.4e38] if dtype == "float32" else [1e300, -1e300]).astype(dtype)
+    proto = Case("IsInf", {"x": (dtype, ("N",))}, attributes=attributes).model()
+    positive, negative = (attributes.get(f"detect_{sign}", 1) for sign in ("positive", "negative"))
+    np.testing.assert_array_equal(
+        run_one(proto, {"x": x}), (np.isposinf(x) & bool(positive)) | (np.isneginf(x) & bool(negative))
+    )
+
+
 @pytest.mark.parametrize("op", ["Min", "Max", "Less", "GreaterOrEqual", "Equal", "Add", "Div"])
 def test_pairs_of_special_values(op: str) -> None:
     x, y = (a.reshape(-1) for a in np.meshgrid(SPECIAL, SPECIAL))

@@ -16,7 +16,7 @@ from graphs import fixture_names, load_fixture
 from rewriting import model, normal
 
 import coda_edge
-from coda_edge import passes
+from coda_edge import driver, passes
 from coda_edge.bundle import read
 from coda_edge.errors import InvalidModel, ShapeError, TargetError, UnsupportedOperator, VerificationError
 from coda_edge.inputs import Padding, generate_inputs
@@ -214,3 +214,23 @@ def test_the_source_hash_covers_weights_in_another_file(tmp_path: Path) -> None:
         hashes.add(coda_edge.optimize(path, verify=False).bundle.metadata["source_sha256"])
         (tmp_path / "weights.bin").unlink()
     assert len(hashes) == 2
+
+
+def test_the_source_hash_of_a_model_in_memory_covers_nodes_and_weights() -> None:
+    def source(op: str, weight: np.ndarray, raw: bool = True) -> str:
+        m = model(f"g (float[B, 3] x) => (float[B, 3] y) {{ a = {op} (x) y = Add (a, w) }}", {"w": weight})
+        if not raw:
+            m.graph.initializer[0].CopyFrom(onnx.helper.make_tensor("w", onnx.TensorProto.FLOAT, weight.shape, weight))
+        return coda_edge.optimize(m, verify=False).bundle.metadata["source_sha256"]
+
+    weight = normal(3)
+    assert source("Exp", weight) == source("Exp", weight.copy())
+    different = [source("Exp", weight), source("Tanh", weight), source("Exp", normal(3, seed=1))]
+    different += [source("Exp", weight, raw=False), source("Exp", normal(3, seed=1), raw=False)]
+    assert len(set(different)) == 5
+
+
+def test_a_model_in_memory_is_hashed_without_serialising_it_whole() -> None:
+    """Beyond 2 GB protobuf refuses to."""
+    m = model("g (float[B, 64] x) => (float[B, 64] y) { y = MatMul (x, w) }", {"w": normal(64, 64)})
+    assert max(len(part) for part in driver._parts(m)) == 4 * 64 * 64

@@ -145,6 +145,17 @@ def _cast_of_bool(b: Builder) -> ir.Tensor | None:
     return inner.inputs[0] if inner is not None and is_bool and np.dtype(inner.inputs[0].dtype).kind == "b" else None
 
 
+@decomposition("IsInf", "IsNaN")
+def _of_widened(b: Builder) -> ir.Tensor | None:
+    """A float made a wider one is infinite, or NaN, where it was before."""
+    inner = ir.made_by(b.node.inputs[0], "Cast")
+    if inner is None:
+        return None
+    source, wide = np.dtype(inner.inputs[0].dtype), np.dtype(b.node.inputs[0].dtype)
+    widened = source.kind == wide.kind == "f" and source.itemsize < wide.itemsize
+    return b(b.node.op, inner.inputs[0], **b.node.attrs) if widened else None
+
+
 @decomposition("Slice")
 def _slice(b: Builder) -> ir.Tensor | None:
     """Constant bounds on sorted, non-negative axes, clipped where sizes are known; axes that are kept whole go."""

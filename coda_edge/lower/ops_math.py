@@ -12,7 +12,10 @@ from . import intrinsics
 from .emit import HALF, Expr, dtype_of
 from .registry import ELEMENTWISE, POINTWISE, Application, View, broadcast, constant, elementwise, pointwise
 
-_BITS = {"float32": ("uint32", 0x7FFFFFFF, 0x7F800000)}
+_BITS = {
+    "float32": ("uint32", 0x7FFFFFFF, 0x7F800000),
+    "float64": ("uint64", 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
+}
 
 
 def is_float(expr: Expr) -> bool:
