@@ -36,7 +36,6 @@ from coda_edge.ir import (
     ELEMENTWISE,
     VIEWS,
     Tensor,
-    column_range,
     constant_value,
     consumers,
     in_order,
@@ -169,8 +168,8 @@ def _cuts_last(node: gs.Node) -> bool:
     width = shape(node.inputs[0])[-1]
     rest = shape(node.outputs[0])[-1]
     starts = constant_value(node.inputs[1])
-    ours = column_range(node) is not None or (starts is not None and starts.size == 1 and not starts.any())
-    return ours and same(simplify(rest + 1), width)
+    from_first = starts is not None and starts.size == 1 and not starts.any()
+    return from_first and same(simplify(rest + 1), width)
 
 
 def _guard(p: Tensor) -> gs.Node | None:

@@ -458,6 +458,15 @@ def test_a_branch_that_may_fail_or_draw_numbers_is_refused() -> None:
         normalize(load(_parse(CHOICE.format(last="RandomUniformLike(z)"))))
 
 
+def test_a_branch_within_a_branch_may_not_fail_either() -> None:
+    inner = "If (k) < then_branch = i () => (float[1, 6] p) { p = Gather(x, j) }, else_branch = o () => (float[1, 6] q) { q = Slice(x, z, l) } >"
+    model = _parse(f"""(float[B, 6] x, int64[1] j, bool c) => (float[1, 6] y) <bool k = {{1}}, int64[1] z = {{0}}, int64[1] l = {{1}}> {{
+        y = If (c) < then_branch = t () => (float[1, 6] a) {{ a = {inner} }},
+            else_branch = e () => (float[1, 6] b) {{ b = Slice(x, z, l) }} > }}""")
+    with pytest.raises(UnsupportedOperator, match=r"data decides whether Gather"):
+        normalize(load(model))
+
+
 LOOP = """(float[B, 6] x, int64 m) => (float[B, 6] y) {
     t = Constant <value = bool {1}> ()
     y = Loop (m, t, x) < body = b (int64 i, bool go, float[B, 6] s) => (bool on, float[B, 6] r) { on = Identity(go) r = Exp(s) } >

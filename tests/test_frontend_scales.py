@@ -130,3 +130,15 @@ def test_others_stay(body: str) -> None:
     assert weights is not None and not np.array_equal(weights, np.round(weights))
     feeds = {"x": np.random.default_rng(1).integers(0, 256, (3, DEPTH)).astype(np.uint8)}
     assert worst_error(run(m, feeds), run(to_model(graph), feeds)) < 2e-6
+
+
+def test_scales_of_a_vector_of_weights_stay() -> None:
+    """They go along what is summed over."""
+    constants = {**CONSTANTS, "vector": CONSTANTS["w"][:, 0].copy()}
+    body = "a = DequantizeLinear(x, sa, za) b = DequantizeLinear <axis = 0> (vector, sr, zr) y = MatMul(a, b)"
+    graph = normalize(load(model(f"g ({MATRIX}) => (float[n] y) {{ {body} }}", constants)))
+    x = np.random.default_rng(1).integers(0, 256, (3, DEPTH)).astype(np.uint8)
+    expected = (
+        (x.astype(np.float64) - 119) * CONSTANTS["sa"] @ (constants["vector"] * CONSTANTS["sr"].astype(np.float64))
+    )
+    assert worst_error([expected.astype(np.float32)], run(to_model(graph), {"x": x})) < 2e-6

@@ -336,6 +336,19 @@ def test_a_sink_is_a_score_without_a_value() -> None:
     assert built_error(m, feeds) < 2e-6
 
 
+def test_a_key_that_is_cut_off_in_place_of_a_sink_is_refused() -> None:
+    m = model(
+        """g (float[2, 3, 6, 8] q, float[2, 3, 6, 8] k, float[2, 3, 6, 8] v, float[2, 3, 6, 1] sink) => (float[2, 3, 6, 8] y) {
+            t = Transpose <perm = [0, 1, 3, 2]> (k) s = MatMul(q, t) j = Concat <axis = -1> (s, sink)
+            r = Softmax(j) p = Slice(r, one, seven, last) y = MatMul(p, v) }""",
+        {"one": np.array([1]), "seven": np.array([7]), "last": np.array([-1])},
+    )
+    done = rewrite(m, [attention.PASS])
+    assert "Attention" not in done.ops() and done.log.refusals
+    feeds = {name: normal(2, 3, 6, 8, seed=i) for i, name in enumerate("qkv")}
+    assert done.error({**feeds, "sink": normal(2, 3, 6, 1, seed=5)}) < 2e-6
+
+
 _RANKS: dict[str, tuple[str, str, dict[str, tuple[int, ...]]]] = {
     "heads in the batch": (
         "float[2, S, 40] q, float[2, T, 40] k, float[2, T, 40] v",

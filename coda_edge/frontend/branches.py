@@ -48,6 +48,8 @@ def _check_branches(node: gs.Node) -> None:
             if inner.op in RANDOM or inner.op in _CONTROL_FLOW[1:] or inner.domain or indexed:
                 why = f"data decides whether {inner.op} (node '{inner.name}') is to be computed"
                 raise UnsupportedOperator("If", node.name, f"{why}: {_ADVICE}")
+            if inner.op == "If":
+                _check_branches(inner)
 
 
 def _is_constant(tensor: ir.Tensor) -> bool:

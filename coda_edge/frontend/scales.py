@@ -27,14 +27,16 @@ _MOVES = (*MOVES, "Slice", "Expand")
 
 @dataclass(frozen=True)
 class _Product:
-    """``column``: the axis of the right operand, of some rank, that makes the result's columns; ``behind``: how many axes follow these."""
+    """``column``: the axis of the right operand, of some rank, that makes the result's columns (-1: none); ``behind``: how many axes follow
+    these.
+    """
 
     column: Callable[[gs.Node, int], int]
     behind: Callable[[int], int]
 
 
 _PRODUCTS = {
-    "MatMul": _Product(lambda node, rank: rank - 1, lambda rank: 0),
+    "MatMul": _Product(lambda node, rank: rank - 1 if rank > 1 else -1, lambda rank: 0),
     "Gemm": _Product(lambda node, rank: 0 if node.attrs.get("transB", 0) else 1, lambda rank: 0),
     "Conv": _Product(lambda node, rank: 0, lambda rank: rank - 2),
 }
