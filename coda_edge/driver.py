@@ -170,7 +170,7 @@ def _digest(model: Model) -> str:
 
 
 def _parts(model: onnx.ModelProto) -> Iterator[bytes]:
-    """``model`` in pieces, each with no more than one tensor: protobuf serialises no more than 2 GB at once, and weights not at all here."""
+    """``model`` in pieces that hold a weight each at most: protobuf serialises no more than 2 GB at once."""
     graph = model.graph
     yield onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import).SerializeToString()
     for message in (*model.functions, *graph.node, *graph.input, *graph.output):
