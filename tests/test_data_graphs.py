@@ -70,6 +70,12 @@ CASES = {
         NUMBERS | {"first_dim": ints(-1), "three": ints(3), "fill": floats(1, 3)},
         [{"x": np.array(v, np.float32)} for v in ([2.5, 7.1], [0.0], [3.0, 3.0, 1.0])],
     ),
+    "rows selected by a mask that sizes determine, in the shape of all": Case(
+        "(float[a,b] x) => (float[a,1,b] y) { s = Shape <end = 1> (x) m = Expand(true, s) i = NonZero(m) j = Reshape(i, first_dim)"
+        " r = Gather(x, j) h = Shape(x) e = Expand(r, h) y = Unsqueeze(e, axis) }",
+        NUMBERS | {"true": np.array([True]), "first_dim": ints(-1)},
+        [{"x": floats(*s)} for s in SHAPES],
+    ),
     "a slice as long as an input says": Case(
         "(float[b,s] x, int64[1] n) => (float[b,k] y) { y = Slice(x, first, n, axis) }",
         NUMBERS,
@@ -180,3 +186,13 @@ def test_what_no_element_decides_is_refused(name: str) -> None:
     with pytest.raises(CodaError) as refusal:
         coda_edge.optimize(model("g " + text, constants), verify=False)
     assert message in str(refusal.value)
+
+
+def test_one_repeated_as_an_input_says_is_refused() -> None:
+    """Of two sizes that a run knows, the plan takes them to be equal, and does not answer where 1 is repeated."""
+    proto = model("g (float[b,s] x, int64[2] n) => (float[p,q] y) { e = Expand(x, n) y = Neg(e) }", {})
+    session = coda_edge.Session(to_bytes(coda_edge.optimize(proto, verify=False).bundle))
+    x = floats(1, 3)
+    np.testing.assert_array_equal(session.run(None, {"x": x, "n": ints(1, 3)})[0], -x)
+    with pytest.raises(ShapeError, match="n_0 = 4 exceeds b = 1: two dimensions that must be equal"):
+        session.run(None, {"x": x, "n": ints(4, 3)})

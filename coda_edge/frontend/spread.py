@@ -1,7 +1,7 @@
 """Lazy Expand: broadcasting is left to the operators that broadcast anyway.
 
 An Expand whose reader gives the same shape without it goes. Otherwise it moves behind its reader, so that the reader
-works on the small tensor, until something absorbs it or something needs it.
+works on the small tensor, until something absorbs it or something needs it. One of which it is not known what it repeats stays where it is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def defer_expands(graph: gs.Graph, info: SymbolicInfo) -> int:
     count = 0
     while work:
         node = work.pop(0)
-        if not node.outputs:
+        if not node.outputs or not _repeats(node):
             continue
         spread = node.outputs[0]
         for user in ir.consumers(spread):
@@ -40,6 +40,12 @@ def defer_expands(graph: gs.Graph, info: SymbolicInfo) -> int:
             count += 1
             work.extend(moved)
     return count
+
+
+def _repeats(expand: gs.Node) -> bool:
+    """Whether each axis is known to be repeated or to stay: of two sizes, where data decides one, only a run tells."""
+    wide, narrow = ir.shape(expand.outputs[0]), ir.shape(expand.inputs[0])
+    return all(n == 1 or same(n, w) for n, w in zip(narrow, wide[len(wide) - len(narrow) :], strict=True))
 
 
 Rule = Callable[[SizeEmitter, gs.Node, gs.Variable, "ir.Tensor"], "list[gs.Node] | None"]
