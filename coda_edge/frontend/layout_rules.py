@@ -298,7 +298,12 @@ def _expand(call: Call) -> list[Type]:
         if not isinstance(rank, int):
             raise call.error("the length of the target shape is not known")
         return [(call.dtype(), tuple(call.fresh(i) for i in range(max(rank, len(call.shape())))))]
-    return [(call.dtype(), broadcast(call, call.shape(), tuple(target)))]
+    dims = list(broadcast(call, call.shape(), tuple(target)))
+    for axis, (have, want) in enumerate(zip(call.shape()[::-1], target[::-1], strict=False), 1):
+        # Taken to be equal, but 1 might be repeated: it stays an Expand, so that a run sees whether they are.
+        if isinstance(have, sympy.Expr) and not call.of_data(have) and call.of_data(want):
+            dims[-axis] = want
+    return [(call.dtype(), tuple(dims))]
 
 
 @shape_rule("Tile")
