@@ -188,9 +188,10 @@ def test_what_no_element_decides_is_refused(name: str) -> None:
     assert message in str(refusal.value)
 
 
-def test_one_repeated_as_an_input_says_is_refused() -> None:
+@pytest.mark.parametrize("text", ["e = Expand(x, n) y = Neg(e)", "e = Expand(minus, n) y = Mul(x, e)"])
+def test_one_repeated_as_an_input_says_is_refused(text: str) -> None:
     """Of two sizes that a run knows, the plan takes them to be equal, and does not answer where 1 is repeated."""
-    proto = model("g (float[b,s] x, int64[2] n) => (float[p,q] y) { e = Expand(x, n) y = Neg(e) }", {})
+    proto = model(f"g (float[b,s] x, int64[2] n) => (float[p,q] y) {{ {text} }}", {"minus": np.float32(-1)})
     session = coda_edge.Session(to_bytes(coda_edge.optimize(proto, verify=False).bundle))
     x = floats(1, 3)
     np.testing.assert_array_equal(session.run(None, {"x": x, "n": ints(1, 3)})[0], -x)

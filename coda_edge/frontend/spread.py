@@ -79,16 +79,28 @@ def _expand(emitter: SizeEmitter, small: ir.Tensor, out: gs.Variable) -> gs.Node
 def _through_elementwise(
     emitter: SizeEmitter, user: gs.Node, spread: gs.Variable, x: ir.Tensor
 ) -> list[gs.Node] | None:
+    if not _agree([ir.shape(t) for t in user.inputs]):
+        return None
     inputs = [x if t is spread else t for t in user.inputs]
     dims = _broadcast([ir.shape(t) for t in inputs])
     user.inputs = inputs
     return [] if ir.same_shape(dims, ir.shape(user.outputs[0])) else _behind(emitter, user, dims)
 
 
-def _broadcast(shapes: Sequence[Sequence[Dim]]) -> list[Dim]:
+def _columns(shapes: Sequence[Sequence[Dim]]) -> list[tuple[Dim, ...]]:
+    """The dimensions that meet in each axis."""
     rank = max(map(len, shapes))
-    padded = [[1] * (rank - len(s)) + list(s) for s in shapes]
-    return [next((d for d in column if d != 1), 1) for column in zip(*padded, strict=True)]
+    return list(zip(*([1] * (rank - len(s)) + list(s) for s in shapes), strict=True))
+
+
+def _broadcast(shapes: Sequence[Sequence[Dim]]) -> list[Dim]:
+    return [next((d for d in column if d != 1), 1) for column in _columns(shapes)]
+
+
+def _agree(shapes: Sequence[Sequence[Dim]]) -> bool:
+    """Whether all dimensions that meet are known to be equal or 1: if data decides one, a run has to see both."""
+    wide = [[d for d in column if d != 1] for column in _columns(shapes)]
+    return all(same(d, column[0]) for column in wide for d in column)
 
 
 def _through_view(emitter: SizeEmitter, user: gs.Node, spread: gs.Variable, x: ir.Tensor) -> list[gs.Node] | None:
