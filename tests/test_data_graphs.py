@@ -76,6 +76,13 @@ CASES = {
         NUMBERS | {"true": np.array([True]), "first_dim": ints(-1)},
         [{"x": floats(*s)} for s in SHAPES],
     ),
+    "quotients of sizes are no whole numbers": Case(
+        "(float[a,b] x) => (float[a,b] y) { s = Shape <end = 1> (x) f = Cast <to = 1> (s) q = Div(three, f) t = Div(f, four)"
+        " u = Mul(x, q) y = Add(u, t) }",
+        {"three": np.float32(3), "four": np.float32(4)},
+        [{"x": floats(*s)} for s in SHAPES],
+        phases=1,
+    ),
     "a slice as long as an input says": Case(
         "(float[b,s] x, int64[1] n) => (float[b,k] y) { y = Slice(x, first, n, axis) }",
         NUMBERS,

@@ -137,7 +137,7 @@ def _extreme(call: Call, found: list[Type]) -> Values | None:
 def _div(call: Call, found: list[Type]) -> Values | None:
     if np.dtype(found[0][0]).kind in "iu":
         return _map(call, found, floor_divide)
-    return _map(call, found, lambda a, b: exact(a / b) if isinstance(a, sympy.Expr) and b else a / b if b else None)
+    return _map(call, found, lambda a, b: (exact(a / b) if isinstance(a / b, sympy.Expr) else a / b) if b else None)
 
 
 @value_rule("Mod")

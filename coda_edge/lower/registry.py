@@ -200,8 +200,11 @@ def literal(data: npt.NDArray[Any], shape: tuple[Dim, ...], dtype: str, emit: Em
 
     def element(value: Any) -> Expr:
         if isinstance(value, sympy.Expr) and not value.is_number:
-            size = emit.size(value)
-            return size if dtype == "int64" else tirx.Cast(dtype, size)
+            if dtype == "int64":
+                return emit.size(value)
+            over, under = sympy.fraction(sympy.together(value))
+            result = tirx.Cast(dtype, emit.size(over))
+            return result if under == 1 else result / tirx.Cast(dtype, emit.size(under))
         plain = value.item() if isinstance(value, np.generic) else value
         return constant(float(plain) if np.dtype(dtype).kind == "f" else int(plain), dtype)
 
