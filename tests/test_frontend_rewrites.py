@@ -191,6 +191,13 @@ MOVEMENT: dict[str, tuple[str, dict[str, int]]] = {
         }""",
         {"Slice": 3},
     ),
+    "an output that takes the place of its source": (
+        """(float[B, S, 6] x) => (float[B, S, 1] y, float[B, 1, S] z) {
+            a = Constant <value_ints = [2]> () r = ReduceMax (x, a) b = Squeeze(r, a) y = Unsqueeze(b, a)
+            z = Transpose <perm = [0, 2, 1]> (y)
+        }""",
+        {"ReduceMax": 1, "Transpose": 1},
+    ),
     "a transposed matrix product": (
         """(float[S, B, 6] x) => (float[S, 2, B, 3] y) {
             a = Transpose <perm = [1, 0, 2]> (x) t = Constant <value_ints = [0, 0, 2, 3]> () b = Reshape(a, t)

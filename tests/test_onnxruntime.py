@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -147,16 +147,17 @@ def test_sessions_and_threads_share_a_library(tiny: Written) -> None:
         assert max(relative_error(a, b) for a, b in zip(result, expected, strict=True)) <= TOLERANCE
 
 
-def linear(extra: str = "") -> onnx.ModelProto:
-    """Two linear layers of odd sizes, with the operator ``extra`` between them."""
+def linear(between: Sequence[onnx.NodeProto] = (helper.make_node("Neg", ["r"], ["s"]),)) -> onnx.ModelProto:
+    """Two linear layers of odd sizes, with ``between`` them what makes s of r, which are [rows, 37]; ``places`` is [2, 3]."""
     rng = np.random.default_rng(1)
     shapes = {"w": (11, 37), "b": (37,), "v": (37, 5), "c": (5,)}
-    weights = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    weights: dict[str, np.ndarray] = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    weights["places"] = np.array([2, 3])
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["p"]),
         helper.make_node("Add", ["p", "b"], ["q"]),
         helper.make_node("Relu", ["q"], ["r"]),
-        helper.make_node(extra or "Neg", ["r"], ["s"]),
+        *between,
         helper.make_node("MatMul", ["s", "v"], ["t"]),
         helper.make_node("Add", ["t", "c"], ["y"]),
     ]
@@ -171,8 +172,13 @@ def linear(extra: str = "") -> onnx.ModelProto:
 
 
 def test_an_operator_that_is_not_lowered_stays(tmp_path: Path) -> None:
-    written = write(linear("Hardmax"), tmp_path)
-    assert [n.op_type for n in written.packaged.model.graph.node if not n.domain] == ["Hardmax"]
+    between = [
+        helper.make_node("Unsqueeze", ["r", "places"], ["image"]),
+        helper.make_node("LRN", ["image"], ["normed"], size=3),
+        helper.make_node("Squeeze", ["normed", "places"], ["s"]),
+    ]
+    written = write(linear(between), tmp_path)
+    assert [n.op_type for n in written.packaged.model.graph.node if n.op_type == "LRN" and not n.domain] == ["LRN"]
     assert len(written.packaged.operators) == 2
     for rows in (1, 6, 50):
         feeds = {"x": np.random.default_rng(rows).standard_normal((rows, 11), np.float32)}
@@ -406,9 +412,9 @@ def test_sizes_that_only_sums_show() -> None:
 
 
 def test_nothing_to_do_is_an_error() -> None:
-    x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 3])
-    y = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["n", 3])
-    graph = helper.make_graph([helper.make_node("Hardmax", ["x"], ["y"])], "g", [x], [y])
+    x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 3, 3])
+    y = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["n"])
+    graph = helper.make_graph([helper.make_node("Det", ["x"], ["y"])], "g", [x], [y])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
     with pytest.raises(InvalidModel, match="nothing in the model becomes a kernel"):
         package(model)

@@ -215,11 +215,17 @@ def compose_movement(graph: gs.Graph, info: SymbolicInfo) -> int:
     for node in ends:
         out = node.outputs[0]
         view = views[out.name]
+        if _is_gone(graph, view.root):
+            continue  # an output of the graph that equals it has taken its place just now
         if len(plan(view)) < view.length:
             node.outputs.clear()
             emitter.editor.replace(out, write(emitter, view, out.name))
             count += 1
     return count
+
+
+def _is_gone(graph: gs.Graph, tensor: gs.Variable) -> bool:
+    return tensor not in graph.inputs and ir.producer(tensor) is None
 
 
 def _ends_here(graph: gs.Graph, views: dict[str, View], out: gs.Variable) -> bool:
@@ -272,7 +278,7 @@ def _hoist_slice(graph: gs.Graph, emitter: SizeEmitter, views: dict[str, View], 
     bounds = [ir.constant_value(t) for t in node.inputs[1:]]
     if view is None or any(b is None or b.size != 1 for b in bounds) or len(bounds) != 3:
         return 0
-    if view.root not in graph.inputs and ir.producer(view.root) is None:
+    if _is_gone(graph, view.root):
         return 0  # the source is a slice that has moved just now
     start, end, axis = (int(b.reshape(-1)[0]) for b in bounds if b is not None)
     atoms = view.axes[axis]
