@@ -51,15 +51,13 @@ from coda_edge.ir import (
 )
 from coda_edge.symbolic import Dim, product, same, simplify
 
-from .attention_operands import appended, shared, transposed, unscaled
+from .attention_operands import HEADS, appended, shared, transposed, unscaled
 from .bands import Bands
 from .base import Pass, PassLog, sources
 from .region import Refused
 from .rounding import rounding_program, rounding_steps
 from .score_terms import Number, make
 from .scores import Scores, Written, regrouped, viewed, write
-
-_HEADS = (0, 2, 1, 3)
 
 
 @dataclass(frozen=True)
@@ -407,10 +405,10 @@ class _Rewriter:
         split = viewed(self.emitter, merged, (batch, queries, heads, depth))
         rank4 = same_shape(shape(out), (batch, heads, queries, depth))
         merge = sole_consumer(self.graph, out) if rank4 else None
-        if merge is None or merge.op != "Transpose" or tuple(merge.attrs["perm"]) != _HEADS:
+        if merge is None or merge.op != "Transpose" or tuple(merge.attrs["perm"]) != HEADS:
             assert isinstance(split, gs.Variable)
             dims = (batch, heads, queries, depth)
-            apart = self.editor.apply("Transpose", [split], dims, f"{base}.heads", perm=list(_HEADS))
+            apart = self.editor.apply("Transpose", [split], dims, f"{base}.heads", perm=list(HEADS))
             whole = viewed(self.emitter, apart, shape(out))
             assert isinstance(whole, gs.Variable)
             self.editor.replace(out, whole)

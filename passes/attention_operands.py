@@ -9,7 +9,8 @@ from coda_edge.frontend.sizes import SizeEmitter
 from coda_edge.ir import GraphEditor, Tensor, constant_value, made_by, same_shape, scalar_value, shape
 from coda_edge.symbolic import Dim, same
 
-_HEADS = (0, 2, 1, 3)
+#: From [B,S,H,D] to [B,H,S,D] and back.
+HEADS = (0, 2, 1, 3)
 
 
 def unscaled(tensor: Tensor) -> tuple[Tensor, float]:
@@ -100,7 +101,7 @@ def _squeezed(emitter: SizeEmitter, tensor: Tensor, expand: gs.Node) -> Tensor:
                 "Reshape", [split.inputs[0], target], (batch, length, heads, depth), f"{tensor.name}.rows"
             )
             dims = (batch, heads, length, depth)
-            return editor.apply("Transpose", [rows], dims, f"{tensor.name}.shared", perm=list(_HEADS))
+            return editor.apply("Transpose", [rows], dims, f"{tensor.name}.shared", perm=list(HEADS))
     axis = editor.constant(f"{tensor.name}.axis", np.array([2], np.int64))
     return editor.apply("Squeeze", [source, axis], (batch, heads, length, depth), f"{tensor.name}.shared")
 

@@ -71,29 +71,19 @@ def test_libraries_need_nothing(name: str) -> None:
     assert library[:4] == b"\x7fELF" and link.undefined_symbols(library) == () and len(library) < 64 << 10
 
 
+def _kernel_compiler(triple: str) -> list[str]:
+    """The command that makes a shared library of kernels in C for a machine, but for its sources and its name."""
+    command = [sys.executable, "-m", "ziglang", "cc", "-target", triple]
+    return [*command, "-O2", "-ffreestanding", "-shared", "-fPIC"]
+
+
 @pytest.mark.parametrize("triple", ["arm-linux-gnueabihf", "aarch64-linux-gnu"])
 def test_undefined_symbols_are_found(triple: str, tmp_path: Path) -> None:
     """In 32-bit and 64-bit libraries."""
     pytest.importorskip("ziglang")
     (tmp_path / "k.c").write_text("float cosf(float); float k(float x) { return cosf(x); }")
-    command = [
-        sys.executable,
-        "-m",
-        "ziglang",
-        "cc",
-        "-target",
-        triple,
-        "-O2",
-        "-ffreestanding",
-        "-shared",
-        "-fPIC",
-        "-nostdlib",
-    ]
-    subprocess.run(
-        [*command, "-fno-sanitize=undefined", "-fno-unwind-tables", "-fno-exceptions", "k.c", "-o", "k.so"],
-        cwd=tmp_path,
-        check=True,
-    )
+    alone = ("-nostdlib", "-fno-sanitize=undefined", "-fno-unwind-tables", "-fno-exceptions")
+    subprocess.run([*_kernel_compiler(triple), *alone, "k.c", "-o", "k.so"], cwd=tmp_path, check=True)
     assert link.undefined_symbols((tmp_path / "k.so").read_bytes()) == ("cosf",)
 
 
@@ -208,19 +198,8 @@ def test_cross_build(name: str, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "runtime/libcoda_runtime.so").stat().st_size <= 100_000
     (tmp_path / "k.c").write_text(handmade.KERNELS)
-    command = [
-        sys.executable,
-        "-m",
-        "ziglang",
-        "cc",
-        "-target",
-        machine.triple,
-        "-O2",
-        "-ffreestanding",
-        "-shared",
-        "-fPIC",
-    ]
-    subprocess.run([*command, "-nostdlib", "k.c", "-lcompiler_rt", "-s", "-o", "k.so"], cwd=tmp_path, check=True)
+    command = [*_kernel_compiler(machine.triple), "-nostdlib", "k.c", "-lcompiler_rt", "-s", "-o", "k.so"]
+    subprocess.run(command, cwd=tmp_path, check=True)
     library = (tmp_path / "k.so").read_bytes()
     bundles = {"encoder.coda": handmade.encoder(), "places.coda": handmade.places()}
     for name, plan in bundles.items():
