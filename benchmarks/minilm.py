@@ -37,7 +37,7 @@ def main(bundle: str) -> None:
                 feeds = minilm.feeds([" ".join(minilm.SENTENCES * 8)], pad_to=length)
                 result = bench(session, feeds, {"onnxruntime": reference}, threads)
                 peer = result.against["onnxruntime"]
-                flops = sum(step.flops for step in session.profile())
+                flops = sum(step.flops for step in session.profile(feeds))
                 fraction = flops / (result.ours_ms * 1e-3) / peak
                 times = (f"{result.ours_ms:.2f}", f"{peer.ms:.2f}", f"{peer.ratio:.2f} ×")
                 table.add_row(str(length), str(threads), *times, f"{peer.max_rel_error:.0e}", f"{fraction:.0%}")

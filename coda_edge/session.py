@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from types import TracebackType
 from typing import Any
 
@@ -29,10 +30,15 @@ class IO:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """One kernel call of a run. ``flops`` are those of the algorithm; ``bytes`` counts each tensor read or written once."""
+    """One kernel call of a run: ``name`` in the plan, the ``kernel`` called, ``source``: the ONNX nodes that it computes.
+
+    ``ns``: the median over the rounds. ``flops`` are those of the algorithm; ``bytes`` counts each tensor read or written once.
+    """
 
     name: str
-    seconds: float
+    kernel: str
+    source: str
+    ns: float
     flops: int
     bytes: int
 
@@ -123,9 +129,17 @@ class Session:
             given[i] = np.frombuffer(data, self._outputs[i].dtype).reshape(dims)
         return [given[i] for i in wanted]
 
-    def profile(self) -> list[StepProfile]:
-        """The kernel calls of the last run, in order; empty before the first."""
-        return [StepProfile(*step) for step in self._runtime.profile()]
+    def profile(self, feeds: Mapping[str, npt.ArrayLike], rounds: int = 1) -> list[StepProfile]:
+        """Where the time of a run on ``feeds`` goes: its kernel calls in order, timed in each of ``rounds`` runs.
+
+        Raises what ``run`` does, and ``ValueError`` unless ``rounds`` is at least 1.
+        """
+        if rounds < 1:
+            raise ValueError(f"rounds is {rounds}, expected at least 1")
+        return [
+            StepProfile(name, kernel, source, median(ns), flops, moved)
+            for name, kernel, source, ns, flops, moved in self._runtime.profile(self._feed(feeds), rounds)
+        ]
 
     def close(self) -> None:
         """Frees the session's memory, threads and mapping; waits for a run in another thread."""

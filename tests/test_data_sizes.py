@@ -109,7 +109,6 @@ def test_impossible_sizes_are_errors(size: str, value: int, match: str) -> None:
     for _ in range(2):
         with pytest.raises((ShapeError, MemoryError), match=match):
             session.run(None, {"m": np.array([value])})
-    assert session.profile() == []
     (y,) = session.run(None, {"m": np.array([1])})
     assert y.size in (1, 100)
 

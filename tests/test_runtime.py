@@ -165,7 +165,6 @@ def test_failing_kernel_names_its_step() -> None:
     session = Session(to_bytes(p.bundle()), threads=2)
     with pytest.raises(DataError, match="kernel error 42 in step '0:fail', from /a/Foo, /a/Bar"):
         session.run(None, {"x": np.zeros(100, np.int8)})
-    assert session.profile() == []
 
 
 def test_sizes_that_do_not_work_out() -> None:

@@ -145,13 +145,18 @@ def test_index_out_of_range(session: Session) -> None:
 
 
 def test_profile(session: Session) -> None:
-    assert session.profile() == [] and session.arena_bytes == 0
-    session.run(None, feeds(3, 7))
-    steps = session.profile()
+    assert session.arena_bytes == 0
+    steps = session.profile(feeds(3, 7), rounds=3)
     assert [s.name for s in steps] == ["0:gather", "1:scale_add", "2:row_sum"]
     assert [s.flops for s in steps] == [21, 126, 2]
     assert [s.bytes for s in steps] == [42, 252, 4]
-    assert all(0 <= s.seconds < 1 for s in steps)
+    assert [s.kernel for s in steps] == ["gather", "scale_add", "row_sum"]
+    assert steps[0].source == "/embed/Gather"
+    assert all(0 <= s.ns < 1e9 for s in steps)
+    with pytest.raises(ValueError, match="rounds is 0, expected at least 1"):
+        session.profile(feeds(3, 7), rounds=0)
+    with pytest.raises(ShapeError, match="'ids' is missing"):
+        session.profile({})
     assert session.arena_bytes == 512, "rows (504 bytes) and partial (168 bytes) never live together"
 
 

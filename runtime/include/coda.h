@@ -33,7 +33,7 @@ extern "C" {
 #endif
 
 /* The version of this interface; it changes when a program compiled against an older header would break. */
-#define CODA_ABI_VERSION 1
+#define CODA_ABI_VERSION 2
 
 /* The greatest number of dimensions of an input or output. */
 #define CODA_MAX_RANK 8
@@ -99,13 +99,15 @@ typedef struct coda_step_info {
   const char *source; /* the ONNX nodes that it computes */
 } coda_step_info;
 
-/* One kernel call of the last run. */
-typedef struct coda_step_profile {
-  const char *name;
-  double seconds;
+/* What one kernel call of the last run had to do. */
+typedef struct coda_step_cost {
   int64_t flops; /* of the algorithm, at the sizes of that run */
   int64_t bytes; /* read and written, each tensor once */
-} coda_step_profile;
+} coda_step_cost;
+
+/* Told of a kernel call of a run when it is over: its step in the model's plan, and when it began and ended on the
+ * system's monotonic clock (CLOCK_MONOTONIC). */
+typedef void (*coda_step_timer)(void *context, size_t step, const char *name, int64_t begin_ns, int64_t end_ns);
 
 /* Memory for a session's arena, scratch and tables. `allocate` returns NULL when it cannot; `alignment` is a power of
  * two. */
@@ -203,8 +205,14 @@ CODA_API coda_code coda_session_shapes(coda_session *session, const coda_tensor 
 CODA_API coda_code coda_session_run(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs,
                                     coda_error *error);
 
-/* The steps of the last run, in order, into steps[0, capacity); returns how many there are: 0 before the first run. */
-CODA_API size_t coda_session_profile(const coda_session *session, coda_step_profile *steps, size_t capacity);
+/* Has the runs that follow call `timer` after each step, in the thread that runs the session, with `context`. NULL, as at
+ * first: no step is timed. The timer must not use the session. */
+CODA_API coda_code coda_session_set_timer(coda_session *session, coda_step_timer timer, void *context,
+                                          coda_error *error);
+
+/* The cost of each step of the last run, in order, into costs[0, capacity); returns how many there are: 0 before the first
+ * run. */
+CODA_API size_t coda_session_costs(const coda_session *session, coda_step_cost *costs, size_t capacity);
 
 /* Size `index` that data decided in the last run, and its name in the model's shapes ("frames"); returns 0, or -1 when
  * there is none. */

@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -206,16 +207,35 @@ public:
     return result;
   }
 
-  nb::list profile() {
-    std::vector<coda_step_profile> steps;
-    call([&](coda_error *) {
-      steps.resize(coda_session_profile(session_, nullptr, 0));
-      coda_session_profile(session_, steps.data(), steps.size());
-      return CODA_OK;
+  // Runs `rounds` times into the session's memory. A step that a run left out for its sizes has taken no time.
+  nb::list profile(const nb::list &inputs, size_t rounds) {
+    const Tensors given(inputs, false);
+    std::vector<Times> times;
+    std::vector<coda_step_cost> costs;
+    call([&](coda_error *error) {
+      times.resize(coda_model_step_count(model_));
+      costs.resize(times.size());
+      for (Times &of_step : times)
+        of_step.reserve(rounds);
+      std::vector<coda_tensor> outputs(coda_model_output_count(model_));
+      coda_code code = coda_session_set_timer(session_, &note_time, times.data(), error);
+      for (size_t round = 0; round < rounds && code == CODA_OK; round++) {
+        std::fill(outputs.begin(), outputs.end(), coda_tensor{});
+        code = coda_session_run(session_, given.tensors.data(), outputs.data(), error);
+      }
+      coda_session_set_timer(session_, nullptr, nullptr, nullptr);
+      coda_session_costs(session_, costs.data(), costs.size());
+      return code;
     });
     nb::list result;
-    for (const coda_step_profile &step : steps)
-      result.append(nb::make_tuple(text(step.name), step.seconds, step.flops, step.bytes));
+    for (size_t i = 0; i < times.size(); i++) {
+      const coda_step_info *step = coda_model_step(model_, i);
+      nb::list ns;
+      for (const int64_t taken : times[i])
+        ns.append(taken);
+      result.append(nb::make_tuple(text(step->name), text(step->kernel), text(step->source), ns, costs[i].flops,
+                                   costs[i].bytes));
+    }
     return result;
   }
 
@@ -234,6 +254,12 @@ public:
   }
 
 private:
+  using Times = std::vector<int64_t>;
+
+  static void note_time(void *context, size_t step, const char *, int64_t begin_ns, int64_t end_ns) {
+    static_cast<Times *>(context)[step].push_back(end_ns - begin_ns);
+  }
+
   // (dims, data)
   static nb::tuple copy(const coda_tensor &tensor) {
     nb::list dims;
@@ -295,7 +321,8 @@ NB_MODULE(_runtime, m) {
            "Runs, and returns (dims, data) of the outputs numbered `copied`.")
       .def("seed", &Session::seed, nb::arg("seed"))
       .def("data_sizes", &Session::data_sizes, "What data decided in the last run, by name.")
-      .def("profile", &Session::profile, "(name, seconds, flops, bytes) of each step of the last run.")
+      .def("profile", &Session::profile, nb::arg("inputs"), nb::arg("rounds"),
+           "Runs, and returns (name, kernel, source, nanoseconds in each round, flops, bytes) of each step.")
       .def("threads", &Session::threads)
       .def("arena_bytes", &Session::arena_bytes);
 }

@@ -12,8 +12,9 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
+
+#include "clock.h"
 
 #if defined(__x86_64__) || defined(__i386__)
 #define PAUSE() __builtin_ia32_pause()
@@ -60,12 +61,6 @@ struct coda_pool {
 
 static uint64_t generation(uint64_t state) { return state >> INDEX_BITS; }
 
-static int64_t now_ns(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
 static void drain(coda_pool *pool, int thread) {
   for (;;) {
     uint64_t state = atomic_load_explicit(&pool->state, memory_order_acquire);
@@ -110,16 +105,16 @@ static void *worker_main(void *argument) {
   const worker *self = argument;
   coda_pool *pool = self->pool;
   uint64_t seen = 0;
-  int64_t deadline = now_ns() + pool->spin_ns;
+  int64_t deadline = coda_now_ns() + pool->spin_ns;
   for (unsigned spins = 1; !atomic_load_explicit(&pool->stop, memory_order_relaxed); spins++) {
     const uint64_t current = generation(atomic_load_explicit(&pool->state, memory_order_acquire));
     if (current != seen && !(current & 1)) {
       seen = current;
       drain(pool, self->index);
-      deadline = now_ns() + pool->spin_ns;
-    } else if (spins % PAUSES_PER_CLOCK == 0 && now_ns() >= deadline) {
+      deadline = coda_now_ns() + pool->spin_ns;
+    } else if (spins % PAUSES_PER_CLOCK == 0 && coda_now_ns() >= deadline) {
       sleep_until_called(pool, seen);
-      deadline = now_ns() + pool->spin_ns;
+      deadline = coda_now_ns() + pool->spin_ns;
     } else {
       PAUSE();
     }

@@ -4,6 +4,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "clock.h"
 #include "layout.h"
 #include "model.h"
 #include "pool.h"
@@ -37,7 +38,8 @@ struct coda_session {
   coda_block *arenas, *owned; /* by phase; owned: outputs for which the caller gave no memory */
   uint64_t random; /* the number of the next run is drawn from it */
   coda_block tables; /* what the pointers below point into */
-  double *seconds; /* by step */
+  coda_step_timer timer; /* NULL: steps are not timed */
+  void *timer_context;
   io_slot *slots;
   uint32_t *order; /* for packing */
   uint64_t *frames; /* by thread: a step's buffers and scratch, then its ints, begin and end */
@@ -90,19 +92,17 @@ static int make_tables(coda_session *session) {
   session->frame_ints = (size_t)plan->max_operands + 1;
   session->frame_words = padded((session->frame_ints + plan->max_ints + 2) * sizeof(uint64_t)) / sizeof(uint64_t);
   const size_t frames = (size_t)session->threads * session->frame_words * sizeof(uint64_t);
-  const size_t seconds = padded(plan->step_count * sizeof(double));
   const size_t slots = padded(plan->operand_count * sizeof(io_slot));
   const size_t order = padded(2 * (size_t)plan->buffer_count * sizeof(uint32_t));
   const size_t blocks = padded(plan->phase_count * sizeof(coda_block));
   const size_t run_ints = padded(plan->run_count * sizeof(uint32_t));
-  if (coda_block_reserve(&session->tables, frames + seconds + slots + order + 2 * blocks + run_ints, CODA_ALIGNMENT,
+  if (coda_block_reserve(&session->tables, frames + slots + order + 2 * blocks + run_ints, CODA_ALIGNMENT,
                          &session->allocator))
     return -1;
   memset(session->tables.data, 0, session->tables.bytes);
   uint8_t *memory = session->tables.data;
   session->frames = (uint64_t *)memory;
-  session->seconds = (double *)(memory += frames);
-  session->slots = (io_slot *)(memory += seconds);
+  session->slots = (io_slot *)(memory += frames);
   session->order = (uint32_t *)(memory += slots);
   session->arenas = (coda_block *)(memory += order);
   session->owned = (coda_block *)(memory += blocks);
@@ -185,6 +185,16 @@ coda_code coda_session_seed(coda_session *session, uint64_t seed, coda_error *er
   if (code)
     return code;
   session->random = seed;
+  leave(session);
+  return CODA_OK;
+}
+
+coda_code coda_session_set_timer(coda_session *session, coda_step_timer timer, void *context, coda_error *error) {
+  coda_code code = enter(session, error);
+  if (code)
+    return code;
+  session->timer = timer;
+  session->timer_context = context;
   leave(session);
   return CODA_OK;
 }
@@ -412,18 +422,11 @@ static coda_code step_failed(const plan_step *step, int32_t result, coda_error *
                    step->source);
 }
 
-static double now(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 static coda_code run_steps(coda_session *session, coda_layout *layout, const coda_tensor *inputs, coda_tensor *outputs,
                            coda_error *error) {
   const coda_plan *plan = &session->model->plan;
   call c = {.session = session, .addresses = layout->addresses, .ints = layout->ints};
   uint32_t phase = 0;
-  double before = now();
   for (uint32_t i = 0; i < plan->step_count; i++) {
     c.step = &plan->steps[i];
     while (phase < c.step->phase) {
@@ -433,7 +436,7 @@ static coda_code run_steps(coda_session *session, coda_layout *layout, const cod
       if (code)
         return code;
     }
-    const int64_t items = layout->values[c.step->items];
+    const int64_t items = layout->values[c.step->items], begin = session->timer ? coda_now_ns() : 0;
     int32_t result = 0;
     if (items) {
       c.kernel = session->model->kernels[c.step->kernel];
@@ -447,9 +450,8 @@ static coda_code run_steps(coda_session *session, coda_layout *layout, const cod
       return step_failed(c.step, result, error);
     c.addresses += c.step->buffer_count;
     c.ints += c.step->int_count;
-    const double after = now();
-    session->seconds[i] = after - before;
-    before = after;
+    if (session->timer)
+      session->timer(session->timer_context, i, c.step->name, begin, coda_now_ns());
   }
   return CODA_OK;
 }
@@ -478,14 +480,13 @@ coda_code coda_session_run(coda_session *session, const coda_tensor *inputs, cod
   return code;
 }
 
-size_t coda_session_profile(const coda_session *session, coda_step_profile *steps, size_t capacity) {
+size_t coda_session_costs(const coda_session *session, coda_step_cost *costs, size_t capacity) {
   const coda_plan *plan = &session->model->plan;
   if (!session->last)
     return 0;
   for (uint32_t i = 0; i < plan->step_count && i < capacity; i++)
-    steps[i] =
-        (coda_step_profile){plan->steps[i].name, session->seconds[i], session->last->values[plan->steps[i].flops],
-                            session->last->values[plan->steps[i].bytes]};
+    costs[i] = (coda_step_cost){session->last->values[plan->steps[i].flops],
+                                session->last->values[plan->steps[i].bytes]};
   return plan->step_count;
 }
 

@@ -91,13 +91,38 @@ static void run(coda_session *session, int64_t batch, int64_t seq, bool own_outp
   }
 }
 
+typedef struct {
+  size_t steps;
+  int64_t end; /* of the last step */
+} timeline;
+
+static void note_step(void *context, size_t step, const char *name, int64_t begin_ns, int64_t end_ns) {
+  static const char *const NAMES[] = {"0:gather", "1:scale_add", "2:row_sum"};
+  timeline *t = context;
+  CHECK(step == t->steps % 3 && strcmp(name, NAMES[step]) == 0);
+  CHECK(t->end <= begin_ns && begin_ns <= end_ns);
+  t->steps++;
+  t->end = end_ns;
+}
+
+static void check_timer(coda_session *session) {
+  timeline t = {0, 0};
+  CHECK(coda_session_set_timer(session, note_step, &t, NULL) == CODA_OK);
+  run(session, 3, 40, true);
+  run(session, 1, 7, false);
+  CHECK(t.steps == 6);
+  CHECK(coda_session_set_timer(session, NULL, NULL, NULL) == CODA_OK);
+  run(session, 3, 40, true);
+  CHECK(t.steps == 6);
+}
+
 static void check_runs(coda_model *model) {
   for (int threads = 1; threads <= 4; threads++) {
     coda_session *session;
     const coda_session_options options = {.size = sizeof options, .threads = threads, .spin_us = threads == 3 ? 0 : -1};
     CHECK(coda_session_create(model, &options, &session, NULL) == CODA_OK);
     CHECK(coda_session_threads(session) == threads);
-    CHECK(coda_session_profile(session, NULL, 0) == 0);
+    CHECK(coda_session_costs(session, NULL, 0) == 0);
     for (int64_t batch = 1; batch <= 3; batch++)
       for (int64_t seq = 0; seq <= 40; seq++)
         run(session, batch, seq, seq % 2);
@@ -107,9 +132,10 @@ static void check_runs(coda_model *model) {
       run(session, 3, 33 + i % 8, i % 3);
     run(session, 3, 40, false);
     CHECK(allocated() == before);
-    coda_step_profile steps[8];
-    CHECK(coda_session_profile(session, steps, 8) == 3);
-    CHECK(steps[1].flops == 3 * 40 * WIDTH && steps[1].bytes == 2 * 3 * 40 * WIDTH && steps[1].seconds >= 0);
+    coda_step_cost costs[8];
+    CHECK(coda_session_costs(session, costs, 8) == 3);
+    CHECK(costs[1].flops == 3 * 40 * WIDTH && costs[1].bytes == 2 * 3 * 40 * WIDTH);
+    check_timer(session);
     coda_session_free(session);
   }
   CHECK(!counts_allocations || allocated() > 0);
@@ -169,7 +195,7 @@ static void check_misuse(coda_model *model) {
   CHECK(coda_session_run(session, NULL, outputs, &error) == CODA_ERROR_ARGUMENT);
   CHECK(coda_session_run(session, inputs, outputs, &error) == CODA_ERROR_DATA);
   CHECK(strcmp(error.message, "an index is out of range in step '0:gather', from /embed/Gather") == 0);
-  CHECK(coda_session_profile(session, NULL, 0) == 0);
+  CHECK(coda_session_costs(session, NULL, 0) == 0);
   ids[3] = 3;
   inputs[0].bytes = 24;
   CHECK(coda_session_run(session, inputs, outputs, &error) == CODA_ERROR_SHAPE);
