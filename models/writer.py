@@ -72,8 +72,8 @@ class Writer:
         graph = helper.make_graph(
             self.nodes, name, list(inputs), list(outputs.values()), list(self._constants.values())
         )
-        model = helper.make_model(
-            graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=8, producer_name=f"models.{name}"
-        )
+        opsets = [helper.make_opsetid("", OPSET)]
+        opsets += [helper.make_opsetid(domain, 1) for domain in sorted({n.domain for n in self.nodes} - {""})]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=8, producer_name=f"models.{name}")
         onnx.checker.check_model(model, full_check=True)
         return model
