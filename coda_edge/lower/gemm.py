@@ -23,7 +23,8 @@ from ..schedule.gemm import GemmSchedule, choose_gemm
 from ..symbolic import Dim, simplify
 from ..targets.target import Target
 from ..weights import Weight
-from .gemm_tile import GemmShape, Kernel
+from .gemm_items import Kernel
+from .gemm_shape import GemmShape
 from .kernel import KernelCall, KernelSource, Packed, Workspace
 from .weights import WeightFormat
 

@@ -24,7 +24,7 @@ from ..epilogue.tir import depth
 from ..errors import CodaError
 from ..frontend import Constraint, infer
 from ..lower import KERNELS
-from ..lower.gemm_tile import GemmShape
+from ..lower.gemm_shape import GemmShape
 from ..lower.kernel import KernelCall, KernelSource, Packed, Workspace
 from ..lower.registry import Context
 from ..schedule.gemm import choose_gemm
