@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import onnx
 import onnx_graphsurgeon as gs
@@ -26,6 +26,9 @@ from .passes import PIPELINE, Pass, PassLog, run_pipeline
 from .report import Report
 from .session import Session
 from .verify import Verifier, ort_session, run_session
+
+if TYPE_CHECKING:
+    from .schedule import Schedules
 
 Model = str | os.PathLike[str] | bytes | onnx.ModelProto
 Progress = Callable[[str, float], None]
@@ -57,11 +60,13 @@ def optimize(
     shapes: Mapping[str, tuple[int | str, ...]] | None = None,
     verify: Verify = True,
     progress: Progress | None = None,
+    schedules: Schedules | None = None,
 ) -> Optimized:
     """Rewrites ``model`` into GEMM-plus-epilogue kernels for ``target`` and packages them.
 
     ``shapes`` pins input dimensions; all others stay symbolic. ``verify`` compares the bundle with onnxruntime on made-up inputs; with
     ``"each"``, the graph after every pass too (but that of a model that draws random numbers, as each run of it differs). ``progress(stage, fraction)`` hears how far each stage is.
+    ``schedules``: where measured schedules are looked up; by default in what the package brings.
 
     Raises InvalidModel, ShapeError, UnsupportedOperator, TargetError, or VerificationError naming the pass or stage.
     """
@@ -87,7 +92,7 @@ def optimize(
     tell("export", 0.0)
     exported = export.to_model(graph, narrow=True)
     tell("lower", 0.0)
-    lowered = lower(graph, chosen, normal.constraints)
+    lowered = lower(graph, chosen, normal.constraints, schedules)
     tell("build kernels", 0.0)
     library = chosen.build(lowered.kernels)
     bundle = plans.Bundle(
@@ -123,6 +128,7 @@ def optimize(
             *_remarks(loaded, graph),
             *(verifier.notes() if verifier is not None and error is not None else ()),
             *log.notes,
+            *(schedules.notes if schedules is not None else ()),
         ],
         seconds=time.perf_counter() - start,
     )

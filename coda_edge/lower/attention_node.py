@@ -10,6 +10,7 @@ from ..ir import Tensor, shape
 from ..symbolic import Dim, same
 from .attention import AttentionSizes, Extras, ScoreOperand, lower_attention
 from .kernel import KernelCall
+from .problems import attention_problem
 from .registry import Context, kernel
 
 
@@ -50,6 +51,7 @@ def lower_attention_node(node: gs.Node, context: Context) -> list[KernelCall]:
             names[0],
             sizes,
             bool(node.attrs["guard"]),
+            context.schedules.attention(attention_problem(node, context.target)),
             extras=extras,
             source=tuple(node.attrs.get("source", ())),
         )

@@ -12,6 +12,7 @@ from ..weights import weight_of
 from .gemm import lower_gemm
 from .kernel import KernelCall
 from .pointwise import product
+from .problems import gemm_problem
 from .registry import Context, kernel
 
 
@@ -34,6 +35,7 @@ def lower_gemm_node(node: gs.Node, context: Context) -> list[KernelCall]:
             [t.name for t in node.outputs],
             product(dims[:-1]),
             dims[-2],
+            context.schedules.gemm(gemm_problem(node, context.target)),
             source=tuple(node.attrs.get("source", ())),
         )
     ]

@@ -24,6 +24,7 @@ from ..frontend import ConstraintSet, SymbolicInfo, infer
 from ..frontend.constraints import known_symbols
 from ..frontend.shapes import DataSize
 from ..ir import Tensor
+from ..schedule.database import Schedules
 from ..symbolic import Dim, simplify, symbol
 from .kernel import KernelCall, KernelSource, Packed, Workspace, count_name
 from .pointwise import lower_copy, lower_node, product
@@ -60,10 +61,13 @@ class Lowered:
         return max(live)
 
 
-def lower(graph: gs.Graph, target: Target, constraints: Sequence[Assumed] = ()) -> Lowered:
+def lower(
+    graph: gs.Graph, target: Target, constraints: Sequence[Assumed] = (), schedules: Schedules | None = None
+) -> Lowered:
     """The plan of ``graph``, in normal form and after the passes, for ``target``.
 
     ``constraints``: what was assumed of sizes before; the plan asks for them and for those that ``graph`` needs still.
+    ``schedules``: where measured schedules are looked up; by default in what the package brings.
 
     Raises UnsupportedOperator for an operator that neither the registry nor a template covers, ShapeError for a size that
     neither an input's shape nor an element of a tensor determines.
@@ -76,7 +80,8 @@ def lower(graph: gs.Graph, target: Target, constraints: Sequence[Assumed] = ()) 
     assumed = ConstraintSet()
     assumed.add(SymbolicInfo(constraints=list(constraints)))
     assumed.add(info)
-    context = Context(target, info.values, info.sources, narrow=True)
+    known_schedules = Schedules.packaged() if schedules is None else schedules
+    context = Context(target, info.values, info.sources, narrow=True, schedules=known_schedules)
     calls, roots, stored = _calls(graph, context)
     return _Planner(graph, roots, stored, info.data).plan(calls, assumed.known_by(graph, info))
 

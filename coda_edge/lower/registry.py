@@ -20,6 +20,7 @@ from tvm import tirx
 from .. import ir
 from ..errors import UnsupportedOperator
 from ..ir import Tensor
+from ..schedule.database import Schedules
 from ..symbolic import Dim, same
 from ..weights import narrowest
 from .emit import Emitter, Expr, as_int, int64, register
@@ -45,13 +46,14 @@ class View:
 class Context:
     """What lowering knows besides the graph: the target, the values that sizes determine, and the tensors that sizes are read from.
 
-    ``narrow``: constants may be stored in half precision where that is exact.
+    ``narrow``: constants may be stored in half precision where that is exact. ``schedules``: the measured ones that are known.
     """
 
     target: Target
     values: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     sources: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     narrow: bool = False
+    schedules: Schedules = field(default_factory=Schedules)
 
     @property
     def lanes(self) -> int:

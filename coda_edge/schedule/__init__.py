@@ -1,6 +1,29 @@
-"""Schedules: how a template's loops are tiled for a target. Small dataclasses, which are also the tuner's search space."""
+"""Schedules: how a template's loops are tiled for a target. Small dataclasses, which are also the tuner's search space.
+
+Heuristics choose them (``gemm.py``, ``attention.py``) unless a database of measurements knows better (``database.py``).
+"""
 
 from .attention import AttentionSchedule, choose_attention
+from .database import AnySchedule, Database, Record, Schedules, default_path, fixed
 from .gemm import GemmSchedule, choose_gemm, gemm_candidates
+from .norm import NormForm
+from .problem import Problem, epilogue_class, format_class, rows_bucket
 
-__all__ = ["AttentionSchedule", "GemmSchedule", "choose_attention", "choose_gemm", "gemm_candidates"]
+__all__ = [
+    "AnySchedule",
+    "AttentionSchedule",
+    "Database",
+    "GemmSchedule",
+    "NormForm",
+    "Problem",
+    "Record",
+    "Schedules",
+    "choose_attention",
+    "choose_gemm",
+    "default_path",
+    "epilogue_class",
+    "fixed",
+    "format_class",
+    "gemm_candidates",
+    "rows_bucket",
+]
