@@ -10,7 +10,7 @@ and cancels data movement; ``infer`` gives every tensor its symbolic shape, also
 | ``shapes`` with ``shape_rules``, ``layout_rules``, ``value_rules``, ``coda_rules`` | symbolic inference; a new operator is one rule |
 | ``constraints`` | what inference assumed of sizes |
 | ``fold``, ``branches`` | constants, equal nodes, control flow that sizes decide |
-| ``builder`` with ``decompose``, ``data_sizes``, ``decompose_attention``, ``contrib``, ``convolution``, ``pooling``, ``quantization``, ``simplify``, ``transposes`` | one function for each operator written otherwise |
+| ``builder`` with ``decompose``, ``data_sizes``, ``decompose_attention``, ``contrib``, ``convolution``, ``conv_transpose``, ``pooling``, ``quantization``, ``simplify``, ``transposes`` | one function for each operator written otherwise |
 | ``sizes`` | shape operands as constants, or read from the inputs |
 | ``indexing``, ``spread``, ``movement``, ``rows`` | gathers by counts, lazy Expand, chains of reshapes and transposes |
 """

@@ -12,6 +12,7 @@ from .. import ir
 from . import (
     columns,
     contrib,
+    conv_transpose,
     convolution,
     data_sizes,
     decompose_attention,
@@ -54,6 +55,7 @@ _TABLES = (
     decompose_basic,
     decompose_attention,
     contrib,
+    conv_transpose,
     convolution,
     data_sizes,
     quantization,

@@ -1,11 +1,9 @@
-"""Pooling and transposed convolution, written in operators that kernels exist for.
+"""Pooling, written in operators that kernels exist for.
 
 | operator | becomes |
 |---|---|
 | MaxPool, AveragePool, LpPool | Pad, a Slice for each tap, and their maximum or sum: elementwise, so it fuses with what follows |
 | … along an axis with one window | the axis reduced |
-| ConvTranspose, kernel = stride | a matrix product for every pixel, its columns rearranged to the patch |
-| ConvTranspose otherwise | zeros between the elements, then a convolution by the mirrored kernel |
 
 Sources: ONNX operators of these names, opsets 18 to 22.
 """
@@ -175,99 +173,3 @@ def _count(b: Builder, window: _Window) -> ir.Tensor | float:
         sizes = tuple(s + x + y for s, x, y in zip(window.sizes, window.before, window.after, strict=True))
         window = replace(window, sizes=sizes, before=none, after=none)
     return _taps(b, ones, window, 0.0, "Add")
-
-
-@decomposition("ConvTranspose")
-def _conv_transpose(b: Builder) -> ir.Tensor | None:
-    """The weight ``[C, O/g, *kernel]`` becomes that of a convolution: taps mirrored, filters by output channel."""
-    weight, group = b.node.inputs[1], b.attr("group", 1)
-    channels, filters, *kernel = ir.shape(weight)
-    count = len(kernel)
-    strides = list(b.attr("strides", None) or [1] * count)
-    dilations = list(b.attr("dilations", None) or [1] * count)
-    extra = list(b.attr("output_padding", None) or [0] * count)
-    if not all(isinstance(d, int) for d in (channels, filters, *kernel)):
-        return None
-    reach = [d * (int(k) - 1) for d, k in zip(dilations, kernel, strict=True)]
-    pads = _transposed_pads(b, strides, reach, extra)
-    if pads is None:
-        return None
-    plain = not any(pads) and not any(extra) and all(d == 1 for d in dilations)
-    value = ir.constant_value(weight)
-    if value is not None and kernel == strides and plain and group == 1:
-        return _patches(b, value)
-    spread = _spread(b, strides)
-    axes = list(range(2, count + 2))
-    last, first = [TO_END] * count, [-TO_END] * count
-    taps = b("Slice", weight, last, first, axes, [-1] * count) if any(k != 1 for k in kernel) else weight
-    grouped = b("Reshape", taps, [group, int(channels) // group, int(filters), *map(int, kernel)])
-    turned = b("Transpose", grouped, perm=[0, 2, 1, *range(3, count + 3)])
-    mirrored = b("Reshape", turned, [group * int(filters), int(channels) // group, *map(int, kernel)])
-    before = [r - p for r, p in zip(reach, pads[:count], strict=True)]
-    # The zeros behind the last element are part of what is spread.
-    after = [r - p + e - (s - 1) for r, p, e, s in zip(reach, pads[count:], extra, strides, strict=True)]
-    padded = b("Pad", spread, [0, 0, *before, 0, 0, *after], b.editor.constant("zero", np.zeros((), b.dtype)))
-    bias = b.input(2)
-    operands = [padded, mirrored, *([] if bias is None else [bias])]
-    return b("Conv", *operands, group=group, dilations=dilations, kernel_shape=[int(k) for k in kernel])
-
-
-def _transposed_pads(b: Builder, strides: list[int], reach: list[int], extra: list[int]) -> list[int] | None:
-    """What is cut off at both ends of each axis; None where that depends on a dynamic size."""
-    count, auto = len(strides), b.attr("auto_pad", "NOTSET")
-    wanted = b.attr("output_shape", None)
-    if wanted is None and auto not in ("SAME_UPPER", "SAME_LOWER"):
-        return list(b.attr("pads", None) or [0] * (2 * count)) if auto == "NOTSET" else [0] * (2 * count)
-    totals = []
-    for axis, dim in enumerate(ir.shape(b.node.inputs[0])[2:]):
-        if wanted is None:
-            totals.append(max(reach[axis] + 1 + extra[axis] - strides[axis], 0))
-        elif isinstance(dim, int):
-            size = strides[axis] * (dim - 1) + extra[axis] + reach[axis] + 1
-            totals.append(size - wanted[-count:][axis])
-        else:
-            return None
-    less, more = [t // 2 for t in totals], [t - t // 2 for t in totals]
-    return [*less, *more] if auto == "SAME_UPPER" else [*more, *less]
-
-
-def _patches(b: Builder, weight: ir.Array) -> ir.Tensor:
-    """Each element makes a patch of its own: ``[n, *d, C] · [C, O·∏k]``, and the patches put side by side."""
-    rank, kernel, out = b.rank(), weight.shape[2:], weight.shape[1]
-    count = rank - 2
-    last = b("Transpose", b.node.inputs[0], perm=[0, *range(2, rank), 1])
-    columns = b.editor.constant(
-        f"{b.node.inputs[1].name}.matrix", np.ascontiguousarray(weight.reshape(weight.shape[0], -1))
-    )
-    y = b("MatMul", last, columns)
-    bias = ir.constant_value(b.node.inputs[2]) if b.input(2) is not None else None
-    if bias is not None:
-        y = b("Add", y, b.editor.constant("bias", np.repeat(bias, math.prod(kernel))))
-    elif b.input(2) is not None:
-        y = b("Add", y, b("Reshape", b("Expand", b("Unsqueeze", b.node.inputs[2], [1]), [1, math.prod(kernel)]), [-1]))
-    sizes = [b("Shape", b.node.inputs[0], start=2 + i, end=3 + i) for i in range(count)]
-    split = b("Reshape", y, b("Concat", [0], *sizes, [out, *kernel], axis=0))
-    # [n, *d, O, *k] to [n, O, d₁, k₁, d₂, k₂, …]
-    order = [0, count + 1, *itertools.chain(*((1 + i, count + 2 + i) for i in range(count)))]
-    turned = b("Transpose", split, perm=order)
-    grown = [
-        b("Mul", s, b.editor.constant("stride", np.array([k], np.int64))) for s, k in zip(sizes, kernel, strict=True)
-    ]
-    return b("Reshape", turned, b("Concat", [0, 0], *grown, axis=0))
-
-
-def _spread(b: Builder, strides: list[int]) -> ir.Tensor:
-    """``stride − 1`` zeros behind every element of each spatial axis."""
-    x = b.node.inputs[0]
-    if all(s == 1 for s in strides):
-        return x
-    rank, count = b.rank(), len(strides)
-    apart = b("Unsqueeze", x, [3 + 2 * i for i in range(count)])
-    tail = [0, 0, *itertools.chain(*((0, s - 1) for s in strides))]
-    wide = b("Pad", apart, [0] * len(tail) + tail, b.editor.constant("zero", np.zeros((), b.dtype)))
-    sizes = [b("Shape", x, start=i, end=i + 1) for i in range(2, rank)]
-    grown = [
-        b("Mul", size, b.editor.constant("stride", np.array([s], np.int64)))
-        for size, s in zip(sizes, strides, strict=True)
-    ]
-    return b("Reshape", wide, b("Concat", [0, 0], *grown, axis=0))
