@@ -18,7 +18,7 @@ from coda_edge.bench import bench
 from coda_edge.verify import ort_session
 from models import minilm
 
-from .peak import fma_peak
+from .roofs import fma_peak
 
 LENGTHS = (128, 32)
 THREADS = (1, 2)

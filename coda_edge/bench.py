@@ -128,31 +128,44 @@ def alternate(
     pause: float = PAUSE_SECONDS,
     block: float = BLOCK_SECONDS,
 ) -> dict[str, npt.NDArray[np.float64]]:
-    """Median seconds per call of each contender in each round, ``[rounds]``.
+    """Median seconds per call of each contender in each round, ``[rounds]``; ``blocks`` says how they take turns."""
+    times = blocks(calls, rounds, progress, pause, block)
+    return {name: np.array([np.median(taken) for taken in rows]) for name, rows in times.items()}
+
+
+def blocks(
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int,
+    progress: Callable[[float], None] | None = None,
+    pause: float = PAUSE_SECONDS,
+    block: float = BLOCK_SECONDS,
+    least: int = BLOCK_CALLS,
+) -> dict[str, list[npt.NDArray[np.float64]]]:
+    """Seconds of every call of each contender, an array for each round.
 
     Blocks take turns, in reversed order every other round; a block is one warm-up call, then calls for ``block`` seconds
-    and at least BLOCK_CALLS of them.
+    and at least ``least`` of them.
     """
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[npt.NDArray[np.float64]]] = {name: [] for name in calls}
     order = list(calls)
     for done in range(rounds):
         for name in order if done % 2 == 0 else reversed(order):
             time.sleep(pause)
-            times[name].append(_block(calls[name], block))
+            times[name].append(_block(calls[name], block, least))
         if progress:
             progress((done + 1) / rounds)
-    return {name: np.array(rows) for name, rows in times.items()}
+    return times
 
 
-def _block(call: Callable[[], object], seconds: float) -> float:
+def _block(call: Callable[[], object], seconds: float, least: int) -> npt.NDArray[np.float64]:
     call()
     taken: list[float] = []
     end = time.perf_counter() + seconds
-    while len(taken) < BLOCK_CALLS or time.perf_counter() < end:
+    while len(taken) < least or time.perf_counter() < end:
         start = time.perf_counter()
         call()
         taken.append(time.perf_counter() - start)
-    return float(np.median(taken))
+    return np.array(taken)
 
 
 def _bound(peer: onnxruntime.InferenceSession, names: Sequence[str], feeds: Feeds) -> Call:

@@ -1,0 +1,179 @@
+"""This CPU, our bundles and other engines: ``python -m benchmarks.cpu MODEL.onnx…`` or ``--suite``.
+
+All engines take turns in one run on the same inputs, beside what the machine could do in that run; docs/benchmarks.md explains the output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import numpy as np
+import onnx
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+import coda_edge
+from coda_edge.errors import CodaError
+from coda_edge.inputs import generate_inputs
+
+from . import table
+from .measure import Measured, measure, reference
+from .peers import Feeds, Peer, peers
+from .suite import CASES, Case
+from .trial import tried
+
+_DEFAULT_PEERS = "onnxruntime,openvino,mnn"
+_FILE_COLUMNS = 160
+
+
+@click.command()
+@click.argument("models", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--suite", is_flag=True, help="Measure all models of benchmarks/suite.py.")
+@click.option("--case", "cases", multiple=True, type=click.Choice(list(CASES)), help="Measure one of them.")
+@click.option("--inputs", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Arrays by input, npz.")
+@click.option("--threads", default="1,2", show_default=True, help="Numbers of threads, separated by commas.")
+@click.option("--peers", "names", default=_DEFAULT_PEERS, show_default=True, help="Also known: iree, tvm.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Rounds; by default as many as SECONDS allow, 5 to 15.")
+@click.option("--seconds", default=12.0, show_default=True, help="Time for each model and number of threads.")
+@click.option("--target", default="native", show_default=True, help="What our bundles are built for.")
+@click.option("--work", type=click.Path(file_okay=False, path_type=Path), help="Keeps and reuses what is built there.")
+@click.option("--prepare", is_flag=True, help="Only build, into WORK.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Writes results.json and the pictures.")
+@click.option("--kernels", is_flag=True, help="Show where the time of a run goes.")
+@click.option("--markdown", is_flag=True, help="Print a Markdown table.")
+def main(
+    models: tuple[Path, ...],
+    suite: bool,
+    cases: tuple[str, ...],
+    inputs: Path | None,
+    threads: str,
+    names: str,
+    rounds: int | None,
+    seconds: float,
+    target: str,
+    work: Path | None,
+    prepare: bool,
+    out: Path | None,
+    kernels: bool,
+    markdown: bool,
+) -> None:
+    """Measures MODELS, or those of the suite, against other engines."""
+    wanted = {name: CASES[name] for name in (CASES if suite else cases)}
+    wanted |= {path.stem: _given(path, inputs) for path in models}
+    if not wanted:
+        raise click.UsageError("nothing to measure: name models, --case NAME or --suite")
+    known = peers()
+    chosen = [known[_known(n.strip(), known)] for n in names.split(",") if n.strip()]
+    counts = [int(t) for t in threads.split(",")]
+    console = Console(stderr=True)
+    results: dict[str, list[Measured]] = {}
+    with _folder(work) as folder, _progress(console) as progress:
+        bar = progress.add_task("", total=len(wanted) * (1 + len(counts)))
+        for name, case in wanted.items():
+            progress.update(bar, description=f"{name}: build")
+            run = _Prepared(case, folder / name, chosen, target)
+            progress.advance(bar)
+            for count in [] if prepare else counts:
+                progress.update(bar, description=f"{name}: {count} thread{'s' * (count > 1)}")
+                results.setdefault(name, []).append(run.measure(count, seconds, rounds))
+                progress.advance(bar)
+    if prepare:
+        return
+    if out is not None:
+        _write(out, results)
+    if markdown:
+        click.echo(table.markdown(results))
+    else:
+        terminal = Console()
+        table.render(results, terminal if terminal.is_terminal else Console(width=_FILE_COLUMNS), kernels)
+
+
+class _Prepared:
+    """A case with everything built for it."""
+
+    def __init__(self, case: Case, folder: Path, chosen: list[Peer], target: str) -> None:
+        self.case = case
+        self.folder = folder
+        self.model = case.path()
+        self.feeds = case.feeds()
+        self.bundle = folder / f"{target}.coda"
+        if not self.bundle.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            coda_edge.optimize(self.model, target=target, verify=False).save(self.bundle)
+        self.peers: dict[str, tuple[Peer, Path]] = {}
+        self.absent: dict[str, str] = {}
+        for peer in chosen:
+            reason = tried(peer, self.model, self.feeds, folder / peer.name)
+            if reason:
+                self.absent[peer.name] = reason
+            else:
+                self.peers[peer.name] = (peer, folder / peer.name)
+
+    def measure(self, threads: int, seconds: float, rounds: int | None) -> Measured:
+        expected = reference((self.case.reference or self.case.path)(), self.feeds)
+        return measure(
+            self.case.title,
+            self.bundle,
+            self.model,
+            self.feeds,
+            expected,
+            self.peers,
+            self.absent,
+            threads,
+            seconds,
+            rounds,
+        )
+
+
+def _given(path: Path, inputs: Path | None) -> Case:
+    def feeds() -> Feeds:
+        if inputs is None:
+            return generate_inputs(onnx.load(path, load_external_data=False))
+        with np.load(inputs) as stored:
+            return {name: stored[name] for name in stored.files}
+
+    return Case(path.stem, lambda: path, lambda: dict(feeds()))
+
+
+def _known(name: str, known: dict[str, Peer]) -> str:
+    if name not in known:
+        raise click.BadParameter(f"no peer is called '{name}'; known are {', '.join(known)}", param_hint="--peers")
+    return name
+
+
+@contextlib.contextmanager
+def _folder(work: Path | None) -> Iterator[Path]:
+    if work is not None:
+        work.mkdir(parents=True, exist_ok=True)
+        yield work
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True)
+
+
+def _write(out: Path, results: dict[str, list[Measured]]) -> None:
+    from .roofline import draw
+
+    out.mkdir(parents=True, exist_ok=True)
+    rows = {name: [m.to_json() for m in measured] for name, measured in results.items()}
+    (out / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
+    for name, measured in results.items():
+        for m in measured:
+            draw(m, out / f"{name}-{m.threads}")
+
+
+if __name__ == "__main__":
+    try:
+        main(prog_name="python -m benchmarks.cpu")
+    except CodaError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
