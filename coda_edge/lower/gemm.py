@@ -110,7 +110,7 @@ def _traffic(shape: GemmShape, rows: Dim, rows_per_batch: Dim | None) -> Dim:
     wide = (Kind.TILE, Kind.COL)
     stored = [(p.name, program.operand_width(p, n) if p.kind in wide else 1, p.rows) for p in program.params[1:]]
     stored += [(o.value, program.output_width(o, n) if o.kind is Kind.TILE else 1, Rows.ALL) for o in program.outputs]
-    total: Dim = 4 * rows * shape.k + shape.format.itemsize * n * shape.k
+    total: Dim = 4 * rows * shape.k + shape.format.bytes(n, shape.k)
     for value, width, which in stored:
         size = tvm.DataType(STORAGE[dtypes[value]]).itemsize
         total = total + size * width * (counts[which] if kinds[value] in (Kind.TILE, Kind.ROW) else 1)

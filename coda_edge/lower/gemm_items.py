@@ -27,7 +27,7 @@ class Kernel:
         self.schedule = shape.schedule
         self.body = Body()
         program, dtypes = shape.program, shape.program.dtypes()
-        self.a, self.weight = external("a"), PackedWeight.declare(shape.format)
+        self.a, self.weight = external("a"), PackedWeight.declare(shape.format, shape.k)
         self.operands = {p.name: external(p.name, STORAGE[p.dtype]) for p in program.params[1:]}
         self.outputs = {o.name: external(f"{o.name}_out", STORAGE[dtypes[o.value]]) for o in program.outputs}
         self.partials, self.scratch = external("partials"), external("scratch")
@@ -116,23 +116,19 @@ class Kernel:
 
     def _convert(self, panel: Expr, columns: Columns) -> None:
         """The panel in float32, to scratch."""
-        start = self.body.let(self.panel_start(panel), "panel_start")
+        weights = self.weight.panel(self.body, panel, self.schedule.width, columns.width)
         with self.body.loop(0, self.shape.k, "k") as step:
             for at in range(0, columns.width, self.schedule.lanes):
                 count = min(self.schedule.lanes, columns.width - at)
-                value = self.weight.load(
-                    start + step * columns.width + at, step, panel * self.schedule.width + at, count
-                )
+                value = weights.load(step, at, count)
                 self.body.store(self.scratch, step * columns.width + (self.shape.converted_at + at), value)
-
-    def panel_start(self, panel: Expr) -> Expr:
-        """The first element of a panel."""
-        return panel * (self.schedule.width * self.shape.k)
 
     @property
     def _lines(self) -> int:
-        """Cache lines of a panel's rows in one K block."""
-        return self.schedule.width * self.schedule.unroll * self.shape.format.itemsize // LINE
+        """Cache lines of a panel's rows in one K block, at least one."""
+        format = self.shape.format
+        rows = LINE * format.rows_per_element
+        return max(1, self.schedule.width * self.schedule.unroll * format.itemsize // rows)
 
     def _edge(self, panel: Expr, columns: Columns, first: Expr, row: Expr, converted: bool = False) -> Tile:
         """The tile from ``row`` on of which some rows may be beyond the last one."""

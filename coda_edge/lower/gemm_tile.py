@@ -12,6 +12,7 @@ from ..epilogue.program import Kind, Output, Param, Rows
 from ..epilogue.tir import Columns, Evaluator, Place, as_stored, level
 from .body import Buffer, Expr, f32, index, lanes, load, shuffle, widen
 from .gemm_layout import Layout, scaled
+from .weights import WeightPanel
 
 if TYPE_CHECKING:
     from .gemm_items import Kernel
@@ -65,15 +66,14 @@ class Tile:
             for place, _, n in pieces:
                 acc = self.acc[Place(i, place.cls, place.part)] = body.alloc(n, name="acc")
                 body.store(acc, 0, widen(f32(0), n))
-        panel_start = body.let(self.kernel.panel_start(self.panel), "panel_start")
+        panel = self.kernel.weight.panel(body, self.panel, self.kernel.schedule.width, self.columns.width)
         starts = [body.let(row * k, "start") for row in (self.rows if self.valid else self.rows[:1])]
         if self.valid is None:
             starts = [starts[0] + i * k for i in range(len(self.rows))]
 
         def steps(start: Expr | int, stop: Expr | int) -> None:
             with body.loop(start, stop, "k") as step:
-                at = body.let((0 if self.converted else panel_start) + step * self.columns.width, "at")
-                weights = [body.let(self._weights(at, step, offset, n), "w") for _, offset, n in pieces]
+                weights = [body.let(self._weights(panel, step, offset, n), "w") for _, offset, n in pieces]
                 for i, row_start in enumerate(starts):
                     a = body.let(load(self.kernel.a, row_start + step), "a")
                     for (place, _, n), w in zip(pieces, weights, strict=True):
@@ -84,21 +84,22 @@ class Tile:
         if blocks:
             with body.loop(0, blocks, "k_block") as block:
                 if self.kernel.schedule.prefetch:
-                    self._prefetch(panel_start, tile * blocks + block, share)
+                    self._prefetch(panel.start, tile * blocks + block, share)
                 steps(block * unroll, block * unroll + unroll)
         if rest:
             steps(blocks * unroll, k)
 
-    def _weights(self, at: Expr, step: Expr, offset: int, count: int) -> Expr:
-        """``count`` weights of row ``step`` of the panel, which begins at element ``at``, from column ``offset`` of the panel on."""
-        kernel = self.kernel
+    def _weights(self, panel: WeightPanel, step: Expr, offset: int, count: int) -> Expr:
+        """``count`` weights of row ``step`` of the panel, from its column ``offset`` on."""
         if self.converted:
-            return load(kernel.scratch, at + (self.shape.converted_at + offset), count)
-        return kernel.weight.load(at + offset, step, self.panel * kernel.schedule.width + offset, count)
+            at = step * self.columns.width + (self.shape.converted_at + offset)
+            return load(self.kernel.scratch, at, count)
+        return panel.load(step, offset, count)
 
     def _prefetch(self, panel_start: Expr, step: Expr, share: Expr) -> None:
         """The ``step``-th share of the next panel's cache lines."""
-        size, line_size = self.kernel.schedule.width * self.shape.k, LINE // self.shape.format.itemsize
+        format = self.shape.format
+        size, line_size = format.panel_size(self.kernel.schedule.width, self.shape.k), LINE // format.itemsize
         ahead = self.body.let(step * share, "ahead")
         with self.body.when(ahead < index(size // line_size)), self.body.loop(0, share, "line") as line:
             self.body.prefetch(self.kernel.weight.panels, panel_start + size + (ahead + line) * line_size)
