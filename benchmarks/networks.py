@@ -322,7 +322,7 @@ def blocks_of_4_bits(weight: Array, block: int) -> tuple[npt.NDArray[np.uint8], 
     # The value farthest from 0 becomes -8, so that all 16 levels are used.
     farthest = np.take_along_axis(grouped, np.abs(grouped).argmax(-1)[..., None], -1)
     scales = farthest / np.float32(-8)
-    levels = np.clip(np.rint(grouped / scales) + 8, 0, 15).astype(np.uint8)
+    levels = np.clip(np.rint(grouped / np.where(scales == 0, 1, scales)) + 8, 0, 15).astype(np.uint8)
     return levels[..., 0::2] | levels[..., 1::2] << 4, scales.reshape(-1).astype(np.float32)
 
 

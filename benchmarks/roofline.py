@@ -76,4 +76,7 @@ def draw(measured: Measured, stem: Path) -> None:
 
 
 def _kind(name: str) -> str:
-    return next((kind for kind in _KINDS if kind in name.lower()), "other")
+    """By the last of the words in it: names begin with the ONNX node's, which may hold any."""
+    lowered = name.lower()
+    found = max(_KINDS, key=lowered.rfind)
+    return found if found in lowered else "other"
