@@ -51,7 +51,7 @@ def to_model(graph: gs.Graph, narrow: bool = False) -> onnx.ModelProto:
     functions = _Functions(opset)
     nodes = [functions.export(node, names) for node in in_order(graph)]
     constants = [
-        stored(t, name) if narrow else ([_initializer(t, name)], list[NodeProto]())
+        stored(t, name, opset) if narrow else ([_initializer(t, name)], list[NodeProto]())
         for name, t in names.constants.items()
     ]
     proto = helper.make_graph(

@@ -67,12 +67,13 @@ class Blocks:
 
 def _block_size(values: Array, axis: int) -> int:
     """The largest size of blocks along ``axis`` within which nothing changes."""
-    dim = values.shape[axis]
+    dim = int(values.shape[axis])
     if dim < 2 or values.strides[axis] == 0:
         return max(dim, 1)
     rows = np.moveaxis(values, axis, 0)
     changed = (rows[1:] != rows[:-1]).reshape(dim - 1, -1).any(axis=1)
-    return gcd(*(int(at) + 1 for at in np.flatnonzero(changed))) or dim
+    places = [int(at) + 1 for at in np.flatnonzero(changed)]
+    return gcd(*places) or dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +148,14 @@ class FactoredConstant(gs.Constant):  # type: ignore[misc]  # graphsurgeon is un
         self.weight = weight
 
 
+def store_as(tensor: gs.Variable, values: Array, weight: Weight | None) -> None:
+    """Makes a variable a constant, stored as ``weight``; None: by its values alone."""
+    tensor.to_constant(values)
+    if weight is not None:
+        tensor.__class__ = FactoredConstant
+        tensor.weight = weight
+
+
 def narrowest(values: Array) -> Array:
     """``values`` in bfloat16 or float16 if they are float32, not few, and exact in it; else as they are."""
     if values.dtype != np.float32 or values.size < SMALLEST:
@@ -162,7 +171,7 @@ def narrowest(values: Array) -> Array:
 def whole_dtype(values: Array, dtypes: Sequence[np.dtype[np.generic]] = WHOLE) -> np.dtype[np.generic] | None:
     """The first of ``dtypes`` that holds whole numbers ``values``; None if none does."""
     low, high = float(values.min(initial=0)), float(values.max(initial=0))
-    return next((d for d in dtypes if ml_dtypes.iinfo(d).min <= low and high <= ml_dtypes.iinfo(d).max), None)
+    return next((d for d in dtypes if _least(d) <= low and high < _least(d) + (1 << _bits(d))), None)
 
 
 def quantised(values: Array, stored: Array, zero: Array | None, quantum: Array | None) -> Weight | None:
@@ -192,8 +201,23 @@ def quantised(values: Array, stored: Array, zero: Array | None, quantum: Array |
     return weight if np.array_equal(weight.value(), values) else None
 
 
+def dequantised(
+    editor: GraphEditor, name: str, stored: Array, zero: Array, quantum: Array, dtype: np.dtype[np.generic]
+) -> gs.Constant:
+    """The constant ``(stored - zero) · quantum`` of whole numbers, computed in float32 and rounded to ``dtype``, stored as they are."""
+    values = (stored.astype(np.float32) - zero.astype(np.float32)) * quantum.astype(np.float32)
+    made = editor.constant(name, values.astype(dtype))
+    weight = quantised(values, stored, zero, quantum) if dtype == np.float32 else None
+    return made if weight is None else FactoredConstant(made.name, made.values, weight)
+
+
 def _bits(dtype: np.dtype[np.generic]) -> int:
-    return int(ml_dtypes.iinfo(dtype).bits)
+    return 8 * dtype.itemsize if dtype.kind in "iu" else 4
+
+
+def _least(dtype: np.dtype[np.generic]) -> int:
+    """The smallest number of a dtype in ``WHOLE``."""
+    return 0 if dtype.name.startswith("u") else -1 << (_bits(dtype) - 1)
 
 
 def weight_of(tensor: gs.Constant) -> Weight:
@@ -201,8 +225,8 @@ def weight_of(tensor: gs.Constant) -> Weight:
     return tensor.weight if isinstance(tensor, FactoredConstant) else Weight(narrowest(np.asarray(tensor.values)))
 
 
-def arranged(editor: GraphEditor, name: str, source: gs.Constant, arrange: Callable[[Array], Array]) -> gs.Constant:
-    """A constant that is ``source`` with its elements moved or chosen by ``arrange``, and stored like it."""
+def arranged(editor: GraphEditor, name: str, source: Tensor, arrange: Callable[[Array], Array]) -> gs.Constant:
+    """A constant that is the constant ``source`` with its elements moved or chosen by ``arrange``, and stored like it."""
     made = editor.constant(name, arrange(np.asarray(source.values)))
     weight = source.weight if isinstance(source, FactoredConstant) else None
     if weight is None or weight.scale is not None or weight.offset is not None or made.values.size < SMALLEST:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +12,7 @@ import onnx_graphsurgeon as gs
 from coda_edge.ir import (
     ELEMENTWISE,
     VIEWS,
+    Array,
     GraphEditor,
     Tensor,
     constant_value,
@@ -21,6 +22,7 @@ from coda_edge.ir import (
     shape,
 )
 from coda_edge.symbolic import Dim, same
+from coda_edge.weights import arranged
 
 
 class Pieces:
@@ -51,7 +53,7 @@ class Pieces:
         dims = [d for i, d in enumerate(shape(tensor)) if i not in axes]
         value = constant_value(tensor)
         if value is not None:
-            return self._constant(tensor, np.squeeze(value, tuple(axes)))
+            return self._constant(tensor, lambda v: np.squeeze(v, tuple(axes)))
         node = made_by(tensor, *VIEWS)
         if node is not None and same_shape(shape(node.inputs[0]), dims):
             return node.inputs[0]
@@ -61,7 +63,7 @@ class Pieces:
         dims = shape(tensor)
         value = constant_value(tensor)
         if value is not None:
-            return self._constant(tensor, value[..., list(columns)])
+            return self._constant(tensor, lambda v: v[..., list(columns)])
         if columns == tuple(range(int(dims[-1]))):
             return tensor
         node = producer(tensor)
@@ -107,7 +109,7 @@ class Pieces:
         weights = constant_value(node.inputs[1])
         if weights is None or weights.ndim != 2:
             return None
-        chosen = self._constant(node.inputs[1], weights[:, list(columns)])
+        chosen = self._constant(node.inputs[1], lambda v: v[:, list(columns)])
         return self._node(
             "MatMul", [node.inputs[0], chosen], (*shape(node.outputs[0])[:-1], len(columns)), node.outputs[0]
         )
@@ -152,11 +154,10 @@ class Pieces:
         key = ("ints", *values)
         return self._made.setdefault(key, self._editor.constant("columns", array))
 
-    def _constant(self, like: Tensor, value: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> Tensor:
-        key = ("constant", str(value.dtype), value.shape, value.tobytes())
-        if key not in self._made:
-            self._made[key] = self._editor.constant(f"{like.name}.part", value)
-        return self._made[key]
+    def _constant(self, source: Tensor, choose: Callable[[Array], Array]) -> Tensor:
+        made = arranged(self._editor, f"{source.name}.part", source, choose)
+        value = np.asarray(made.values)
+        return self._made.setdefault(("constant", str(value.dtype), value.shape, value.tobytes()), made)
 
 
 _RULES = {

@@ -1,4 +1,4 @@
-"""Microsoft's weights of few bits, a scale for each block: dequantised to float32 when the model is read.
+"""Microsoft's weights of few bits, a scale for each block: constants of float32, which keep what they are made of (see ``weights``).
 
 Sources: onnxruntime's ContribOperators documentation of MatMulNBits, GatherBlockQuantized and MatMulBnb4; the NF4 code of QLoRA
 (arXiv 2305.14314), FP4 of bitsandbytes.
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from .. import ir
 from ..errors import UnsupportedOperator
+from ..weights import dequantised
 from .builder import Builder, decomposition
 from .composite import MICROSOFT
 from .shapes import Call, Type, shape_rule
@@ -80,8 +81,9 @@ def _matmul_bits(b: Builder) -> ir.Tensor:
     zeros = _zeros(_constant(b, 3), rows, blocks, bits)
     block = _constant(b, 4)
     block = np.arange(columns) // size if block is None else block.reshape(-1)[:columns]
-    weights = (codes.astype(np.float32) - zeros[:, block]) * scales[:, block]
-    y = b("MatMul", b.node.inputs[0], b.editor.constant(f"{b.node.inputs[1].name}.real", _typed(b, weights.T)))
+    name = f"{b.node.inputs[1].name}.real"
+    weights = dequantised(b.editor, name, codes.T, zeros[:, block].T, scales[:, block].T, np.dtype(b.dtype))
+    y = b("MatMul", b.node.inputs[0], weights)
     return y if b.input(5) is None else b("Add", y, b.node.inputs[5])
 
 
@@ -130,10 +132,10 @@ def _gather_blocks(b: Builder) -> ir.Tensor:
     codes = unpacked(data, bits) if packed else data
     axis = b.attr("quantize_axis", 1) % data.ndim
     block = np.arange(codes.shape[axis]) // b.attr("block_size", 128)
-    middle = np.zeros((), np.float32) if not packed else np.float32(1 << (bits - 1))
+    middle: Array = np.array(1 << (bits - 1) if packed else 0, np.float32)
     if zeros is not None:
         zeros = unpacked(zeros, bits) if packed else zeros
         middle = np.take(zeros.astype(np.float32), block, axis)
-    table = (codes.astype(np.float32) - middle) * np.take(scales.astype(np.float32), block, axis)
-    real = b.editor.constant(f"{b.node.inputs[0].name}.real", table.astype(scales.dtype))
+    factors = np.take(scales, block, axis)
+    real = dequantised(b.editor, f"{b.node.inputs[0].name}.real", codes, middle, factors, scales.dtype)
     return b("Gather", real, b.node.inputs[1], axis=b.attr("gather_axis", 0) % data.ndim)

@@ -16,7 +16,9 @@ import onnxruntime
 from onnx.reference import ReferenceEvaluator
 
 from .. import ir
+from ..weights import store_as
 from .shapes import SymbolicInfo, Values, constant_of
+from .whole_numbers import Followed
 
 # Operators that give another result each time.
 RANDOM = frozenset(
@@ -87,10 +89,13 @@ def fold_constants(graph: gs.Graph, expand: bool = False) -> int:
         for t in n.outputs
         if t.name and (ir.is_output(graph, t) or any(id(user) not in inside for user in t.outputs))
     ]
-    values = _evaluate(nodes, wanted, graph.opset or 18)
+    opset = graph.opset or 18
+    values = [np.asarray(value) for value in _evaluate(nodes, wanted, opset)]
+    followed = Followed(lambda some, tensors: _evaluate(some, tensors, opset))
+    weights = [followed.weight(tensor, value) for tensor, value in zip(wanted, values, strict=True)]
     ir.remove_nodes(graph, nodes)
-    for tensor, value in zip(wanted, values, strict=True):
-        tensor.to_constant(np.asarray(value))
+    for tensor, value, weight in zip(wanted, values, weights, strict=True):
+        store_as(tensor, value, weight)
     return len(nodes)
 
 

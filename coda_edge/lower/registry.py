@@ -22,9 +22,10 @@ from ..errors import UnsupportedOperator
 from ..ir import Tensor
 from ..schedule.database import Schedules
 from ..symbolic import Dim, same
-from ..weights import narrowest
+from ..weights import FactoredConstant, narrowest
 from .emit import Emitter, Expr, as_int, int64, register
 from .kernel import KernelCall, Packed
+from .tables import element, readable
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -189,12 +190,20 @@ def leaf(tensor: Tensor, emit: Emitter, context: Context, fold: Fold = tuple) ->
             return literal(data, shape, dtype, emit)
         if data.size and bool(np.all(data == data.flat[0])):
             return View(shape, dtype, lambda _: constant(data.flat[0].item(), dtype))
+        if context.narrow and isinstance(tensor, FactoredConstant) and readable(tensor.weight):
+            weight, dims = tensor.weight, data.shape
+            return View(shape, dtype, lambda idx: element(tensor.name, weight, emit, _axes(idx, shape, dims, emit)))
         stored = narrowest(data) if context.narrow else data
         operand = Packed(tensor.name, stored)
         return View(shape, dtype, lambda idx: emit.load(operand, stored.dtype.name, emit.ravel(idx, shape)))
     elif inlined(tensor, context):
         return literal(context.values[tensor.name], shape, dtype, emit)
     return View(shape, dtype, lambda idx: emit.load(operand, dtype, emit.ravel(idx, shape)))
+
+
+def _axes(indices: Sequence[Expr], folded: Sequence[Dim], dims: Sequence[int], emit: Emitter) -> Sequence[Expr]:
+    """The indices along ``dims``, of which some may have been merged in ``folded``."""
+    return indices if identical(folded, dims) else emit.unravel(emit.ravel(indices, folded), dims)
 
 
 def literal(data: npt.NDArray[Any], shape: tuple[Dim, ...], dtype: str, emit: Emitter) -> View:

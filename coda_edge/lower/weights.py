@@ -166,7 +166,8 @@ class _Stored:
         fields = np.zeros((-(-len(numbers) // rows) * rows, len(order)), np.uint32)
         fields[: len(numbers)] = (numbers.astype(np.int32) + self.format.bias).astype(np.uint32)
         shifts = np.arange(0, _WORD, bits, dtype=np.uint32)[:, None]
-        return np.bitwise_or.reduce(fields.reshape(-1, rows, len(order)) << shifts, axis=1).reshape(-1)
+        words: Array = np.bitwise_or.reduce(fields.reshape(-1, rows, len(order)) << shifts, axis=1)
+        return words.reshape(-1)
 
 
 def _grouped(blocks: Blocks, group: int, k: int, n: int) -> Array:
@@ -246,14 +247,12 @@ class WeightPanel:
         group: Index = 0
         if format.group and format.groups(self.weight.k) > 1:
             group = tirx.floordiv(index(step), index(format.group))
-        for part, apply in (
-            (self.zero(group, offset, count), lambda a, b: a - b),
-            (self.quantum(group, offset, count), lambda a, b: a * b),
-            (self.gain(step), lambda a, b: a * b),
-            (self.shift(offset, count), lambda a, b: a - b),
-        ):
-            value = value if part is None else apply(value, widen(part, count))
-        return value
+        zero, quantum = self.zero(group, offset, count), self.quantum(group, offset, count)
+        gain, shift = self.gain(step), self.shift(offset, count)
+        value = value if zero is None else value - widen(zero, count)
+        value = value if quantum is None else value * quantum
+        value = value if gain is None else value * widen(gain, count)
+        return value if shift is None else value - shift
 
     def whole(self, step: Index, offset: int, count: int) -> Expr:
         """The stored numbers as float32; those of 4 bits with their bias."""
