@@ -15,6 +15,9 @@ import numpy as np
 from coda_edge.bundle import Buffer, BufferKind, Bundle, Constraint, ExecutionPlan, PlanStep, Read, Relation, TensorInfo
 from coda_edge.symbolic import Dim, parse_dim
 
+#: Operations that a step claims to do, whatever it does: it is worth sharing out.
+FLOPS = 1 << 28
+
 # Each kernel has the signature of docs/architecture.md: sizes are ints[0], ints[1], ..., and last begin and end.
 KERNELS = r"""
 #include <stdint.h>
@@ -163,8 +166,12 @@ class HandPlan:
         grain: int = 1,
         scratch: int | str = 0,
         source: str = "",
+        flops: int | str | None = None,
     ) -> None:
-        """A new kernel call, named after its number and kernel; its flops are its items, its bytes twice that."""
+        """A new kernel call, named after its number and kernel.
+
+        Its flops are by default so many that all threads share it; its bytes are twice its items.
+        """
         number = len(self.plan.steps)
         for b in buffers:
             old = self.plan.buffers[b]
@@ -182,7 +189,7 @@ class HandPlan:
                 items=self.size(items),
                 grain=grain,
                 scratch=self.size(scratch),
-                flops=self.size(items),
+                flops=self.size(FLOPS if flops is None else flops),
                 bytes=self.size(f"2*({items})"),
                 source=source,
             )
@@ -238,7 +245,7 @@ def encoder() -> HandPlan:
     rows = p.arena("float32", "batch*seq", 6)
     partial = p.arena("float32", 2, "batch*seq")
     p.step("gather", [table, ids, rows], [11, 6], "batch*seq", source="/embed/Gather")
-    p.step("scale_add", [rows, bias, hidden], [3, 6], "batch*seq*6", grain=4)
+    p.step("scale_add", [rows, bias, hidden], [3, 6], "batch*seq*6", grain=4, flops=f"{FLOPS}*batch*seq")
     p.step("row_sum", [hidden, partial, total], ["batch*seq", 6], 2, finish="row_sum_finish")
     p.require("seq", Relation.AT_MOST, 4096, "positions of the encoder (node '/embed/Gather')")
     return p

@@ -1,9 +1,7 @@
-/* Features of this CPU by the names that compilers use for them, and the cores that this process may use. */
+/* Features of this CPU by the names that compilers use for them. */
 #include "cpu.h"
 
-#include <sched.h>
 #include <stdint.h>
-#include <stdio.h>
 #include <string.h>
 
 #include "coda.h"
@@ -133,60 +131,4 @@ size_t coda_cpu_features(const char **names, size_t capacity) {
     count++;
   }
   return count;
-}
-
-/* Cores that a quota file allows: cgroup v2 has "quota period" or "max period" in one file, v1 a file for each. */
-static int quota_cores(const char *path, const char *period_path) {
-  long quota = -1, period = 100000;
-  FILE *file = fopen(path, "re");
-  if (!file)
-    return 0;
-  int fields = fscanf(file, "%ld %ld", &quota, &period);
-  fclose(file);
-  if (fields < 1 || quota <= 0)
-    return 0;
-  if (period_path) {
-    file = fopen(period_path, "re");
-    if (!file)
-      return 0;
-    fields = fscanf(file, "%ld", &period);
-    fclose(file);
-    if (fields != 1)
-      return 0;
-  }
-  return period > 0 ? (int)((quota + period - 1) / period) : 0;
-}
-
-static int lesser(int cores, int limit) { return limit > 0 && limit < cores ? limit : cores; }
-
-static int cgroup_cores(int cores) {
-  char line[512], path[640];
-  cores = lesser(cores, quota_cores("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"));
-  FILE *file = fopen("/proc/self/cgroup", "re");
-  char *group = NULL;
-  while (file && !group && fgets(line, sizeof line, file))
-    if (strncmp(line, "0::", 3) == 0)
-      group = line + 3;
-  if (file)
-    fclose(file);
-  if (!group)
-    return cores;
-  group[strcspn(group, "\n")] = 0;
-  for (;;) { /* a limit may stand on any ancestor */
-    snprintf(path, sizeof path, "/sys/fs/cgroup%s/cpu.max", group);
-    cores = lesser(cores, quota_cores(path, NULL));
-    char *slash = strrchr(group, '/');
-    if (!slash)
-      return cores;
-    *slash = 0;
-  }
-}
-
-int32_t coda_cpu_cores(void) {
-  cpu_set_t set;
-  int cores = 1;
-  if (sched_getaffinity(0, sizeof set, &set) == 0)
-    cores = CPU_COUNT(&set);
-  cores = cgroup_cores(cores);
-  return cores > 0 ? cores : 1;
 }

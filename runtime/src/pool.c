@@ -2,16 +2,22 @@
  *
  * One 64-bit word holds (generation, next chunk). A thread takes a chunk by compare-and-swap on it, so a late worker
  * can never touch a loop that is over, and a worker that the system has not scheduled costs nothing: the others take
- * its chunks. An odd generation is closed while the caller writes the next loop. Workers spin for a while after a loop,
- * since the next one usually follows within microseconds, and then sleep.
+ * its chunks. An odd generation is closed while the caller writes the next loop.
+ *
+ * A loop is cut by its cost: into so many chunks that a late thread's are taken by others, but none so small that it costs
+ * more to hand over than to do, and the smaller ones come last, so that threads end together. Workers spin between the
+ * loops of a run and for a while after it, and then sleep; who waits for long gives others the core in between.
  */
 #include "pool.h"
 
+#include <limits.h>
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "clock.h"
@@ -28,8 +34,12 @@ enum {
   INDEX_BITS = 16,
   MAX_CHUNKS = (1 << INDEX_BITS) - 2,
   CHUNKS_PER_THREAD = 4, /* enough to even out a late thread, few enough to keep each chunk's weights in cache */
+  SHARE_NS = 1000, /* the least work that a thread is called for; to call one that spins takes some 300 ns */
+  CHUNK_NS = 5000, /* the least work of a chunk where a thread gets several; each costs some 70 ns more */
   PAUSES_PER_CLOCK = 32, /* spins between two looks at the clock */
-  PAUSES_TO_YIELD = 4096, /* after this the caller offers its core to whoever holds the last chunk */
+  CALLER_SPIN_NS = 200000, /* after this the caller offers its core to whoever holds the last chunk */
+  WORKER_SPIN_NS = 50000, /* after this an idle worker offers its core to whoever has work */
+  RUN_SPINS = 8, /* how many times longer a worker spins while a run is under way */
   LINE = 64,
 };
 
@@ -45,21 +55,25 @@ struct coda_pool {
   _Atomic int32_t failure;
   _Alignas(LINE) _Atomic(coda_chunk) run; /* the loop; relaxed: the state orders it */
   _Atomic(void *) context;
-  _Atomic int64_t items, chunk;
-  _Atomic uint64_t chunks;
+  _Atomic int64_t items, grain;
+  _Atomic uint64_t grains, chunks;
   _Alignas(LINE) _Atomic int sleeping;
-  _Atomic bool stop;
+  _Atomic uint32_t wakes; /* what sleepers wait on: asks them to spin again */
+  _Atomic bool running, stop; /* running: between coda_pool_begin and coda_pool_end */
   int threads, started;
   int64_t spin_ns;
   size_t bytes; /* of this allocation */
   pid_t process; /* that has the workers: a forked child does not */
-  pthread_mutex_t mutex;
-  pthread_cond_t condition;
-  uint64_t wakes; /* under the mutex: asks sleepers to spin again */
   worker workers[];
 };
 
 static uint64_t generation(uint64_t state) { return state >> INDEX_BITS; }
+
+/* The first grain of chunk `index`: the chunks that get one more than the others come first. */
+static uint64_t chunk_begin(uint64_t index, uint64_t grains, uint64_t chunks) {
+  const uint64_t larger = grains % chunks;
+  return index * (grains / chunks) + (index < larger ? index : larger);
+}
 
 static void drain(coda_pool *pool, int thread) {
   for (;;) {
@@ -68,7 +82,8 @@ static void drain(coda_pool *pool, int thread) {
     const coda_chunk run = atomic_load_explicit(&pool->run, memory_order_relaxed);
     void *context = atomic_load_explicit(&pool->context, memory_order_relaxed);
     const int64_t items = atomic_load_explicit(&pool->items, memory_order_relaxed);
-    const int64_t chunk = atomic_load_explicit(&pool->chunk, memory_order_relaxed);
+    const int64_t grain = atomic_load_explicit(&pool->grain, memory_order_relaxed);
+    const uint64_t grains = atomic_load_explicit(&pool->grains, memory_order_relaxed);
     const uint64_t chunks = atomic_load_explicit(&pool->chunks, memory_order_relaxed);
     if (generation(state) & 1 || index >= chunks)
       return;
@@ -76,8 +91,8 @@ static void drain(coda_pool *pool, int thread) {
     if (!atomic_compare_exchange_weak_explicit(&pool->state, &state, state + 1, memory_order_acq_rel,
                                                memory_order_relaxed))
       continue;
-    const int64_t begin = (int64_t)index * chunk;
-    const int64_t end = items - begin < chunk ? items : begin + chunk;
+    const int64_t begin = (int64_t)chunk_begin(index, grains, chunks) * grain;
+    const int64_t end = index + 1 == chunks ? items : (int64_t)chunk_begin(index + 1, grains, chunks) * grain;
     if (atomic_load_explicit(&pool->failure, memory_order_relaxed) == 0) {
       const int32_t code = run(context, begin, end, thread);
       if (code)
@@ -88,35 +103,52 @@ static void drain(coda_pool *pool, int thread) {
 }
 
 static bool idle(const coda_pool *pool, uint64_t seen) {
-  return generation(atomic_load(&pool->state)) == seen && !atomic_load_explicit(&pool->stop, memory_order_relaxed);
+  return generation(atomic_load(&pool->state)) == seen && !atomic_load(&pool->stop);
 }
 
+/* A futex and no mutex, which a worker could hold while the system does not let it run. */
 static void sleep_until_called(coda_pool *pool, uint64_t seen) {
-  pthread_mutex_lock(&pool->mutex);
-  const uint64_t wakes = pool->wakes;
+  const uint32_t wakes = atomic_load(&pool->wakes);
   atomic_fetch_add(&pool->sleeping, 1);
-  while (idle(pool, seen) && pool->wakes == wakes)
-    pthread_cond_wait(&pool->condition, &pool->mutex);
+  if (idle(pool, seen))
+    syscall(SYS_futex, &pool->wakes, FUTEX_WAIT_PRIVATE, wakes, NULL, NULL, 0);
   atomic_fetch_sub(&pool->sleeping, 1);
-  pthread_mutex_unlock(&pool->mutex);
+}
+
+static void wake(coda_pool *pool) {
+  if (atomic_load(&pool->sleeping) == 0)
+    return;
+  atomic_fetch_add(&pool->wakes, 1);
+  syscall(SYS_futex, &pool->wakes, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
+
+/* Whether a worker that has been idle for so long should sleep; one that should not, but has been for long, yields. */
+static bool out_of_patience(const coda_pool *pool, int64_t idle_ns) {
+  const bool running = atomic_load_explicit(&pool->running, memory_order_relaxed);
+  if (idle_ns >= pool->spin_ns * (running ? RUN_SPINS : 1))
+    return true;
+  if (idle_ns >= WORKER_SPIN_NS)
+    sched_yield();
+  return false;
 }
 
 static void *worker_main(void *argument) {
   const worker *self = argument;
   coda_pool *pool = self->pool;
   uint64_t seen = 0;
-  int64_t deadline = coda_now_ns() + pool->spin_ns;
+  int64_t idle_since = coda_now_ns();
   for (unsigned spins = 1; !atomic_load_explicit(&pool->stop, memory_order_relaxed); spins++) {
     const uint64_t current = generation(atomic_load_explicit(&pool->state, memory_order_acquire));
     if (current != seen && !(current & 1)) {
       seen = current;
       drain(pool, self->index);
-      deadline = coda_now_ns() + pool->spin_ns;
-    } else if (spins % PAUSES_PER_CLOCK == 0 && coda_now_ns() >= deadline) {
-      sleep_until_called(pool, seen);
-      deadline = coda_now_ns() + pool->spin_ns;
-    } else {
+      idle_since = coda_now_ns();
+      spins = 0;
+    } else if (spins % PAUSES_PER_CLOCK) {
       PAUSE();
+    } else if (out_of_patience(pool, coda_now_ns() - idle_since)) {
+      sleep_until_called(pool, seen);
+      idle_since = coda_now_ns();
     }
   }
   return NULL;
@@ -132,8 +164,6 @@ coda_pool *coda_pool_create(int threads, int64_t spin_us, const coda_allocator *
   pool->process = getpid();
   pool->threads = threads;
   pool->spin_ns = spin_us * 1000;
-  pthread_mutex_init(&pool->mutex, NULL);
-  pthread_cond_init(&pool->condition, NULL);
   for (int i = 0; i < threads - 1; i++) {
     pool->workers[i].pool = pool;
     pool->workers[i].index = i + 1;
@@ -150,62 +180,69 @@ void coda_pool_free(coda_pool *pool, const coda_allocator *allocator) {
   if (!pool)
     return;
   if (pool->process == getpid()) {
-    pthread_mutex_lock(&pool->mutex);
     atomic_store(&pool->stop, true);
-    pthread_cond_broadcast(&pool->condition);
-    pthread_mutex_unlock(&pool->mutex);
+    wake(pool);
     for (int i = 0; i < pool->started; i++)
       pthread_join(pool->workers[i].thread, NULL);
-    pthread_mutex_destroy(&pool->mutex);
-    pthread_cond_destroy(&pool->condition);
   }
   allocator->release(allocator->context, pool, pool->bytes);
 }
 
-void coda_pool_wake(coda_pool *pool) {
-  if (pool->started == 0 || atomic_load(&pool->sleeping) == 0)
+void coda_pool_begin(coda_pool *pool) {
+  if (pool->started == 0)
     return;
-  /* In a forked child the mutex may be held for ever by a worker that the child does not have. */
-  if (pool->process != getpid())
-    return;
-  pthread_mutex_lock(&pool->mutex);
-  pool->wakes++;
-  pthread_cond_broadcast(&pool->condition);
-  pthread_mutex_unlock(&pool->mutex);
+  atomic_store_explicit(&pool->running, true, memory_order_relaxed);
+  wake(pool);
 }
 
-static int64_t divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+void coda_pool_end(coda_pool *pool) { atomic_store_explicit(&pool->running, false, memory_order_relaxed); }
 
-static int64_t chunk_size(const coda_pool *pool, int64_t items, int64_t grain) {
-  const int64_t pieces = (int64_t)pool->threads * CHUNKS_PER_THREAD;
-  const int64_t least = divide_up(items, pieces < MAX_CHUNKS ? pieces : MAX_CHUNKS);
-  const int64_t grains = divide_up(least, grain);
-  return grains >= divide_up(items, grain) ? items : grains * grain;
+/* How many chunks a loop of so many grains is worth. */
+static uint64_t count_chunks(const coda_pool *pool, uint64_t grains, int64_t cost_ns) {
+  const uint64_t cost = cost_ns > 0 ? (uint64_t)cost_ns : 0, worth = cost / SHARE_NS;
+  const uint64_t threads = worth < (uint64_t)pool->threads ? worth : (uint64_t)pool->threads;
+  uint64_t each = cost / CHUNK_NS / (uint64_t)pool->threads;
+  each = each < 1 ? 1 : each > CHUNKS_PER_THREAD ? CHUNKS_PER_THREAD : each;
+  const uint64_t chunks = threads * each < MAX_CHUNKS ? threads * each : MAX_CHUNKS;
+  return grains < chunks ? grains : chunks;
 }
 
-int32_t coda_pool_for(coda_pool *pool, int64_t items, int64_t grain, coda_chunk run, void *context) {
-  const int64_t chunk = pool->started ? chunk_size(pool, items, grain) : items;
-  if (chunk >= items)
-    return run(context, 0, items, 0);
-  const uint64_t chunks = (uint64_t)divide_up(items, chunk);
+static int32_t fork_join(coda_pool *pool, int64_t items, int64_t grain, uint64_t grains, uint64_t chunks,
+                         coda_chunk run, void *context) {
   const uint64_t before = generation(atomic_load_explicit(&pool->state, memory_order_relaxed));
   atomic_store_explicit(&pool->state, (before + 1) << INDEX_BITS, memory_order_relaxed);
   atomic_thread_fence(memory_order_release);
   atomic_store_explicit(&pool->run, run, memory_order_relaxed);
   atomic_store_explicit(&pool->context, context, memory_order_relaxed);
   atomic_store_explicit(&pool->items, items, memory_order_relaxed);
-  atomic_store_explicit(&pool->chunk, chunk, memory_order_relaxed);
+  atomic_store_explicit(&pool->grain, grain, memory_order_relaxed);
+  atomic_store_explicit(&pool->grains, grains, memory_order_relaxed);
   atomic_store_explicit(&pool->chunks, chunks, memory_order_relaxed);
   atomic_store_explicit(&pool->completed, 0, memory_order_relaxed);
   atomic_store_explicit(&pool->failure, 0, memory_order_relaxed);
   atomic_store(&pool->state, (before + 2) << INDEX_BITS);
-  coda_pool_wake(pool);
+  wake(pool);
   drain(pool, 0);
+  int64_t waiting_since = 0;
   for (unsigned spins = 1; atomic_load_explicit(&pool->completed, memory_order_acquire) != chunks; spins++) {
-    if (spins % PAUSES_TO_YIELD == 0)
+    PAUSE();
+    if (spins % PAUSES_PER_CLOCK)
+      continue;
+    const int64_t now = coda_now_ns();
+    if (!waiting_since)
+      waiting_since = now;
+    else if (now - waiting_since >= CALLER_SPIN_NS)
       sched_yield();
-    else
-      PAUSE();
   }
   return atomic_load_explicit(&pool->failure, memory_order_relaxed);
+}
+
+int32_t coda_pool_for(coda_pool *pool, int64_t items, int64_t grain, int64_t cost_ns, coda_chunk run, void *context) {
+  if (pool->started == 0)
+    return run(context, 0, items, 0);
+  const uint64_t grains = (uint64_t)(items / grain + (items % grain != 0));
+  const uint64_t chunks = count_chunks(pool, grains, cost_ns);
+  if (chunks < 2)
+    return run(context, 0, items, 0);
+  return fork_join(pool, items, grain, grains, chunks, run, context);
 }

@@ -422,6 +422,12 @@ static coda_code step_failed(const plan_step *step, int32_t result, coda_error *
                    step->source);
 }
 
+/* About how long a step takes one thread: only the order of magnitude matters. A core does some 64 operations and moves some
+ * 16 bytes a nanosecond. */
+static int64_t cost_ns(const coda_layout *layout, const plan_step *step) {
+  return layout->values[step->flops] / 64 + layout->values[step->bytes] / 16;
+}
+
 static coda_code run_steps(coda_session *session, coda_layout *layout, const coda_tensor *inputs, coda_tensor *outputs,
                            coda_error *error) {
   const coda_plan *plan = &session->model->plan;
@@ -440,7 +446,7 @@ static coda_code run_steps(coda_session *session, coda_layout *layout, const cod
     int32_t result = 0;
     if (items) {
       c.kernel = session->model->kernels[c.step->kernel];
-      result = coda_pool_for(session->pool, items, c.step->grain, run_chunk, &c);
+      result = coda_pool_for(session->pool, items, c.step->grain, cost_ns(layout, c.step), run_chunk, &c);
       if (!result && c.step->finish >= 0) {
         c.kernel = session->model->kernels[c.step->finish];
         result = run_chunk(&c, 0, items, 0);
@@ -463,7 +469,7 @@ coda_code coda_session_run(coda_session *session, const coda_tensor *inputs, cod
     code = enter(session, error);
   if (code)
     return code;
-  coda_pool_wake(session->pool);
+  coda_pool_begin(session->pool);
   code = find_layout(session, inputs, &layout, error);
   if (!code)
     code = check_inputs(session, layout, inputs, error);
@@ -476,6 +482,7 @@ coda_code coda_session_run(coda_session *session, const coda_tensor *inputs, cod
     code = run_steps(session, layout, inputs, outputs, error);
     session->last = code ? NULL : layout;
   }
+  coda_pool_end(session->pool);
   leave(session);
   return code;
 }

@@ -1,0 +1,23 @@
+/* Parts of the check program: what it counts, and its checks of the runtime's insides. */
+#ifndef CHECK_H
+#define CHECK_H
+
+#include <stdio.h>
+
+extern int failures;
+
+#define CHECK(condition)                                                                                               \
+  do {                                                                                                                 \
+    if (!(condition)) {                                                                                                \
+      failures++;                                                                                                      \
+      printf("%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);                                                   \
+    }                                                                                                                  \
+  } while (0)
+
+/* Loops: each item once, balanced chunks, small loops by the caller alone, workers that the system does not run. */
+void check_pool(void);
+
+/* How many threads a session gets by default, by made-up files of the system. */
+void check_cores(void);
+
+#endif
