@@ -34,10 +34,16 @@ def groups(kernels: Sequence[StepProfile]) -> list[Group]:
     for step in kernels:
         found.setdefault((step.kernel, step.flops, step.bytes), []).append(step)
     merged = [
-        Group(steps[0].name, len(steps), sum(s.ns for s in steps), len(steps) * flops, len(steps) * moved)
+        Group(_label(steps[0]), len(steps), sum(s.ns for s in steps), len(steps) * flops, len(steps) * moved)
         for (_, flops, moved), steps in found.items()
     ]
     return sorted(merged, key=lambda g: -g.ns)
+
+
+def _label(step: StepProfile) -> str:
+    """The step's name; where it says no more than the kind of kernel, with the last of the nodes that it computes."""
+    last = step.source.rpartition(", ")[2]
+    return f"{step.name} {last}" if last and step.kernel.startswith(f"{step.name}_") else step.name
 
 
 def render(results: Results, console: Console, kernels: bool = False) -> None:

@@ -54,6 +54,8 @@ def test_kernels_alike_are_one_group_and_the_longest_comes_first() -> None:
         table.Group("layer.0.gemm", 2, 5e6, 800_000_000, 4_000_000),
         table.Group("layer.0.attention", 1, 1e6, 20_000_000, 1_000_000),
     ]
+    maps = [StepProfile("map", "map_0a", "a.Mul, a.Add", 1e3, 10, 40), StepProfile("map", "map_1b", "", 1e2, 10, 40)]
+    assert [g.name for g in table.groups(maps)] == ["map a.Add", "map"]
 
 
 def test_the_table_in_markdown_holds_ratios_bars_and_reasons() -> None:
