@@ -77,3 +77,17 @@ def _malformed(text: str) -> ShapeError:
         f"'{text}' is no window: expected 'kernel 3 3; strides 1 1; dilations 1 1; before 1 1; after 1 1', with one "
         "number for each spatial axis; optimize the model again"
     )
+
+
+def rows_shape(dims: Sequence[Dim], window: str | None) -> tuple[Dim, ...]:
+    """``[…, K]``, the rows that a product makes of its left operand of shape ``dims``, which ``window``, if it has one, is over."""
+    if window is None:
+        return tuple(dims)
+    batch, *sizes, channels = dims
+    parsed = Window.parse(window)
+    if len(sizes) != len(parsed.kernel):
+        raise ShapeError(
+            f"a window over {len(parsed.kernel)} spatial axes reads a tensor of {len(dims)} dimensions: expected "
+            f"[batch, {len(parsed.kernel)} sizes, channels]; optimize the model again"
+        )
+    return (batch, *parsed.out(sizes), simplify(channels * parsed.taps))

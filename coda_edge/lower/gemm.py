@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,12 +24,23 @@ from ..schedule.gemm import GemmSchedule, choose_gemm
 from ..symbolic import Dim, simplify
 from ..targets.target import Target
 from ..weights import Weight
+from ..window import Window
 from .gemm_items import Kernel
+from .gemm_rows import WindowShape, WindowSizes
 from .gemm_shape import GemmShape
 from .kernel import KernelCall, KernelSource, Packed, Workspace
 from .weights import WeightFormat
 
 Operand: TypeAlias = "str | Packed"
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What A is instead of a matrix: a tensor ``[batch, *sizes, channels]``, each row a window of it."""
+
+    window: Window
+    batch: Dim
+    sizes: tuple[Dim, ...]
 
 
 def lower_gemm(
@@ -43,12 +55,13 @@ def lower_gemm(
     rows_per_batch: Dim | None = None,
     schedule: GemmSchedule | None = None,
     source: tuple[str, ...] = (),
+    windows: Windows | None = None,
 ) -> KernelCall:
     """The kernel call for ``program`` over ``a [rows, K] @ weight [K, N]``, computed in float32.
 
     ``operands`` follow ``program.params[1:]`` and ``outputs`` ``program.outputs``: tiles ``[rows, width]``, rows ``[rows]``, columns
     ``[width]``, scalars one element. ``rows_per_batch``: S of outputs with ``heads`` and of operands that positions or batch
-    entries share. Raises ShapeError if they do not fit.
+    entries share. ``windows``: A is a tensor, and ``rows`` are its windows. Raises ShapeError if they do not fit.
     """
     weight = weight if isinstance(weight, Weight) else Weight(np.asarray(weight, np.float32))
     k, n = weight.stored.shape
@@ -58,20 +71,28 @@ def lower_gemm(
             f"GEMM '{name}': an output laid out in heads, or an operand shared by rows, needs the number of rows of a batch entry"
         )
     schedule = schedule or choose_gemm(target, n, 1 << depth(program))
-    shape = GemmShape(program, n, k, schedule, WeightFormat.of(weight))
+    blocks = simplify(sympy.ceiling(sympy.sympify(rows) / schedule.block_rows))
+    window: WindowShape | None = None
+    sizes: tuple[Dim, ...] = ()
+    lines: Dim = 0
+    if windows is not None:
+        window = WindowShape.of(windows.window, k // windows.window.taps)
+        placed = WindowSizes.of(window, windows.batch, windows.sizes, schedule.block_rows, schedule.rows)
+        blocks, sizes, lines = placed.blocks, placed.ints, placed.scratch(window)
+    shape = GemmShape(program, n, k, schedule, WeightFormat.of(weight), window)
     symbol = f"gemm_{n}x{k}_{_key(target, shape)}"
     merge = f"{symbol}_finish"
     count = shape.partials
     workspaces = (Workspace(f"{name}.partials", simplify(4 * count * shape.panels * rows)),) if count else ()
-    blocks = simplify(sympy.ceiling(sympy.sympify(rows) / schedule.block_rows))
+    batches = (rows_per_batch,) if program.batched and rows_per_batch is not None else ()
     return KernelCall(
         name=name,
         kernel=KernelSource(symbol, lambda: Kernel(shape).items(symbol)),
         buffers=(a, *shape.format.packed(f"{name}.weight", weight, shape.orders()), *operands, *outputs, *workspaces),
-        ints=(rows, rows_per_batch) if program.batched and rows_per_batch is not None else (rows,),
-        items=simplify(blocks * shape.panels),
+        ints=(rows, *batches, *sizes),
+        items=simplify(blocks * shape.groups),
         grain=schedule.grain,
-        scratch=4 * shape.scratch,
+        scratch=simplify(4 * (lines + shape.scratch)),
         finish=KernelSource(merge, lambda: Kernel(shape).merge(merge)) if count else None,
         outputs=tuple(outputs),
         flops=simplify(rows * (2 * n * k + program.flops(n))),
@@ -95,7 +116,16 @@ def check_call(
 def _key(target: Target, shape: GemmShape) -> str:
     """What makes this kernel differ from every other one, in eight hex digits."""
     text = repr(
-        (target.name, sorted(target.tvm.items()), str(shape.program), shape.n, shape.k, shape.schedule, shape.format)
+        (
+            target.name,
+            sorted(target.tvm.items()),
+            str(shape.program),
+            shape.n,
+            shape.k,
+            shape.schedule,
+            shape.format,
+            shape.window,
+        )
     )
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from tvm import tirx
@@ -10,8 +11,10 @@ from ..epilogue.program import Kind, Rows
 from ..epilogue.tir import STORAGE, Columns, Evaluator, Place, level
 from .body import Body, Expr, external, index, load, ramp, widen
 from .gemm_layout import scaled
+from .gemm_rows import MatrixRows, PackedRows, WindowRows
+from .gemm_rows import Rows as LeftRows
 from .gemm_shape import GemmShape
-from .gemm_tile import LINE, Tile
+from .gemm_tile import Part, Tile, TileRows
 from .statistics import Panels
 from .weights import PackedWeight
 
@@ -36,26 +39,37 @@ class Kernel:
         buffers = [self.a, *self.weight.params, *self.operands.values(), *self.outputs.values()]
         buffers += [self.partials, self.scratch] if shape.statistics else [self.scratch]
         batched = [self.rows_per_batch] if program.batched else []
-        self.params = [*buffers, self.rows, *batched, self.begin, self.end]
+        self.left = self._left()
+        self.params = [*buffers, self.rows, *batched, *self.left.params, self.begin, self.end]
+
+    def _left(self) -> LeftRows:
+        shape, schedule = self.shape, self.schedule
+        if shape.window is not None:
+            return WindowRows(self.body, shape.window, self.a, self.scratch, shape.scratch, self.rows, schedule.lanes)
+        rows = MatrixRows(self.body, self.a, self.rows, shape.k, schedule.block_rows, schedule.rows)
+        return PackedRows(rows, self.scratch, shape.packed_at) if shape.packs else rows
 
     def items(self, symbol: str) -> tirx.PrimFunc:
-        """The kernel that does items: which panel, which rows, what the rows need ahead, then the panel's tiles."""
+        """The kernel that does items: which panels, which rows, what the rows need ahead, then the tiles."""
         shape, body = self.shape, self.body
-        whole, rest = divmod(shape.n, self.schedule.width)
         with body.loop(self.begin, self.end, "item") as item:
-            block = body.let(tirx.floordiv(item, index(shape.panels)), "block")
-            panel = body.let(item - block * shape.panels, "panel")
-            first = body.let(block * self.schedule.block_rows, "first")
-            last = body.let(tirx.min(self.rows, first + self.schedule.block_rows), "last")
-            if shape.hoisted:
-                with body.when(tirx.Or(item.equal(self.begin), panel.equal(index(0)))):
+            if shape.rows_first:
+                group = body.let(tirx.floordiv(item, self.left.blocks), "group")
+                block = body.let(item - group * self.left.blocks, "block")
+            else:
+                block = body.let(tirx.floordiv(item, index(shape.groups)), "block")
+                group = body.let(item - block * shape.groups, "group")
+            first, last = self.left.block(block)
+            if shape.hoisted or self.left.copies:
+                new_block = tirx.Or(item.equal(self.begin), group.equal(index(0)))
+                with body.when(True if shape.rows_first else new_block):
                     self._rows_ahead(first, last)
-            if whole:
-                with body.when(panel < index(whole) if rest else True):
-                    self._panel(panel, shape.columns(self.schedule.width), first, last)
-            if rest:
-                with body.when(panel.equal(index(whole)) if whole else True):
-                    self._panel(panel, shape.columns(rest), first, last)
+            begin = body.let(group * self.schedule.panels, "begin")
+            end = body.let(tirx.min(begin + self.schedule.panels, index(shape.panels)), "end")
+            if shape.rows_outer:
+                self._tiles(first, last, lambda rows: self._over_panels(begin, end, partial(self._whole_tile, rows)))
+            else:
+                self._over_panels(begin, end, lambda panel, columns: self._panel(panel, columns, first, last))
         return body.function(symbol, self.params)
 
     def merge(self, symbol: str) -> tirx.PrimFunc:
@@ -85,7 +99,10 @@ class Kernel:
         return tirx.BufferLoad(self.operands[name], [shared(ramp(at, count), widen(self.rows_per_batch, count))])
 
     def _rows_ahead(self, first: Expr, last: Expr) -> None:
-        """The block's hoisted row values, into scratch ``[value, row of the block]``."""
+        """What the block's rows of A need, and its hoisted row values, into scratch ``[value, row of the block]``."""
+        self.left.prepare()
+        if not self.shape.hoisted:
+            return
         vector = self.schedule.lanes
         steps = self.body.let(tirx.floordiv(last - first, index(vector)), "steps")
 
@@ -102,17 +119,47 @@ class Kernel:
         with self.body.loop(steps * vector, last - first, "offset") as offset:
             write(offset, 1)
 
+    def _over_panels(self, begin: Expr, end: Expr, write: Callable[[Expr, Columns], None]) -> None:
+        """The panels of an item, of which the last one of all may be narrower."""
+        body, shape = self.body, self.shape
+        whole, rest = divmod(shape.n, self.schedule.width)
+        with body.loop(begin, tirx.min(end, index(whole)) if rest else end, "panel") as panel:
+            write(panel, shape.columns(self.schedule.width))
+        if rest:
+            with body.when(end > index(whole)):
+                write(index(whole), shape.columns(rest))
+
     def _panel(self, panel: Expr, columns: Columns, first: Expr, last: Expr) -> None:
+        """All rows of an item with one panel."""
+        body, rows = self.body, self.schedule.rows
         if not self.shape.format.converts:
-            self._tiles(panel, columns, first, last)
+            self._parts(panel, columns, first, last)
             return
-        rows = self.schedule.rows
-        with self.body.when(last - first > index(rows)):
+        with body.when(last - first > index(rows)):
             self._convert(panel, columns)
-            self._tiles(panel, columns, first, last, converted=True)
-        with self.body.when(last - first <= index(rows)):
-            lines = index(self._lines)
-            self._edge(panel, columns, first, first).write(index(0), self.body.let(lines, "share"))
+            self._parts(panel, columns, first, last, converted=True)
+        with body.when(last - first <= index(rows)):
+            clamped = [first, *(body.let(tirx.min(first + i, last - 1), "row") for i in range(1, rows))]
+            valid = [None, *(first + i < last for i in range(1, rows))]
+            self._whole_tile(TileRows(index(0), index(1), first, clamped, valid), panel, columns)
+
+    def _parts(self, panel: Expr, columns: Columns, first: Expr, last: Expr, converted: bool = False) -> None:
+        """The tiles, for each part of K; with several parts, accumulators wait in scratch for the next one."""
+        parts = self.shape.parts
+
+        def write(part: Part) -> None:
+            self._tiles(first, last, lambda rows: Tile(self, panel, columns, rows, converted, part).write())
+
+        if parts > 1:
+            size = self.schedule.k_block
+            with self.body.loop(0, parts - 1, "part") as number:
+                write(Part(number, number * size, size, last=False))
+            write(Part(parts - 1, (parts - 1) * size, self.shape.k - (parts - 1) * size))
+        else:
+            write(Part(0, 0, self.left.run))
+
+    def _whole_tile(self, rows: TileRows, panel: Expr, columns: Columns) -> None:
+        Tile(self, panel, columns, rows, part=Part(0, 0, self.left.run)).write()
 
     def _convert(self, panel: Expr, columns: Columns) -> None:
         """The panel in float32, to scratch."""
@@ -123,30 +170,24 @@ class Kernel:
                 value = weights.load(step, at, count)
                 self.body.store(self.scratch, step * columns.width + (self.shape.converted_at + at), value)
 
-    @property
-    def _lines(self) -> int:
-        """Cache lines of a panel's rows in one K block, at least one."""
-        format = self.shape.format
-        rows = LINE * format.rows_per_element
-        return max(1, self.schedule.width * self.schedule.unroll * format.itemsize // rows)
-
-    def _edge(self, panel: Expr, columns: Columns, first: Expr, row: Expr, converted: bool = False) -> Tile:
-        """The tile from ``row`` on of which some rows may be beyond the last one."""
-        rows = self.schedule.rows
-        clamped = [self.body.let(tirx.min(row + i, self.rows - 1), "row") for i in range(rows)]
-        return Tile(self, panel, columns, first, clamped, [row + i < self.rows for i in range(rows)], converted)
-
-    def _tiles(self, panel: Expr, columns: Columns, first: Expr, last: Expr, converted: bool = False) -> None:
-        body, rows = self.body, self.schedule.rows
-        whole = body.let(tirx.floordiv(last - first, index(rows)), "whole")
-        tiles = tirx.max(tirx.floordiv(last - first + (rows - 1), index(rows)), index(1))
-        share = body.let(tirx.floordiv(tiles + (self._lines - 1), tiles), "share")
+    def _tiles(self, first: Expr, last: Expr, write: Callable[[TileRows], None]) -> None:
+        """Whole tiles of an item's rows, and one of fewer rows for what is left over."""
+        body, height = self.body, self.schedule.rows
+        whole = body.let(tirx.floordiv(last - first, index(height)), "whole")
+        count = body.let(tirx.max(tirx.floordiv(last - first + (height - 1), index(height)), index(1)), "tiles")
         with body.loop(0, whole, "tile") as tile:
-            row = body.let(first + tile * rows, "row")
-            Tile(self, panel, columns, first, [row + i for i in range(rows)], None, converted).write(tile, share)
-        with body.when(first + whole * rows < last):
-            row = body.let(first + whole * rows, "row")
-            self._edge(panel, columns, first, row, converted).write(whole, share)
+            row = body.let(first + tile * height, "row")
+            write(TileRows(tile, count, first, [row + i for i in range(height)]))
+        row = body.let(first + whole * height, "row")
+        left = body.let(last - row, "left")
+        least = 0
+        for tail in self.schedule.tails:
+            with body.when(tirx.And(left > index(least), left <= index(tail))):
+                known = [row + i for i in range(least + 1)]
+                clamped = [body.let(tirx.min(row + i, last - 1), "row") for i in range(least + 1, tail)]
+                valid = [None] * len(known) + [row + i < last for i in range(least + 1, tail)]
+                write(TileRows(whole, count, first, [*known, *clamped], valid))
+            least = tail
 
     def _merge_rows(self, at: Expr, count: int) -> None:
         program = self.shape.program

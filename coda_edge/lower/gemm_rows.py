@@ -25,7 +25,7 @@ from tvm import tirx
 
 from ..symbolic import Dim, product, simplify
 from ..window import Window
-from .body import Body, Buffer, Expr, Index, f32, index, load, widen
+from .body import Body, Buffer, Expr, Index, f32, index, load, turned, widen
 
 
 class Rows(Protocol):
@@ -36,6 +36,10 @@ class Rows(Protocol):
     buffer: Buffer
     run: int
     count: int
+    stride: int
+    """Elements from one step of K to the next."""
+    blocks: Expr
+    """How many blocks there are; known for matrices only."""
     copies: bool
     """Whether ``prepare`` has something to do."""
 
@@ -53,33 +57,96 @@ class Rows(Protocol):
 
 
 class MatrixRows:
-    """The rows of ``a [rows, k]``, in blocks of ``size``."""
+    """The rows of ``a [rows, k]``, spread evenly over blocks of whole tiles of ``tile`` rows, at most ``size``."""
 
     params: Sequence[Expr] = ()
-    count = 1
+    count = stride = 1
     copies = False
 
-    def __init__(self, body: Body, a: Buffer, rows: Expr, k: int, size: int) -> None:
-        self.buffer, self.run = a, k
-        self._body, self._rows, self._size = body, rows, size
+    def __init__(self, body: Body, a: Buffer, rows: Expr, k: int, size: int, tile: int) -> None:
+        self.body, self.buffer, self.rows, self.run, self.size, self.tile = body, a, rows, k, size, tile
+        self.blocks = body.let(tirx.floordiv(rows + (size - 1), index(size)), "blocks")
+        even = tirx.floordiv(rows + (self.blocks - 1), tirx.max(self.blocks, index(1)))
+        self._each = body.let(tirx.floordiv(even + (tile - 1), index(tile)) * tile, "each")
+        self.first = self.last = index(0)
 
     def block(self, number: Expr) -> tuple[Expr, Expr]:
         """As ``Rows`` says."""
-        first = self._body.let(number * self._size, "first")
-        return first, self._body.let(tirx.min(self._rows, first + self._size), "last")
+        self.first = self.body.let(number * self._each, "first")
+        self.last = self.body.let(tirx.min(self.rows, self.first + self._each), "last")
+        return self.first, self.last
 
     def prepare(self) -> None:
         """Nothing."""
 
     def starts(self, rows: Sequence[Expr], consecutive: bool) -> list[Expr]:
         """As ``Rows`` says."""
-        starts = [self._body.let(row * self.run, "start") for row in (rows[:1] if consecutive else rows)]
+        starts = [self.body.let(row * self.run, "start") for row in (rows[:1] if consecutive else rows)]
         return [starts[0] + i * self.run for i in range(len(rows))] if consecutive else starts
 
     @contextmanager
     def runs(self) -> Iterator[tuple[Index, Index]]:
         """The only one."""
         yield 0, 0
+
+
+class PackedRows:
+    """The rows of a matrix, copied to ``scratch`` from element ``at`` on as ``[tile, k, row of the tile]``."""
+
+    params: Sequence[Expr] = ()
+    count = 1
+    copies = True
+
+    def __init__(self, matrix: MatrixRows, scratch: Buffer, at: int) -> None:
+        self.buffer, self.run, self.stride, self.blocks = scratch, matrix.run, matrix.tile, matrix.blocks
+        self._matrix, self._at = matrix, at
+
+    def block(self, number: Expr) -> tuple[Expr, Expr]:
+        """As ``Rows`` says; what follows is about this block."""
+        return self._matrix.block(number)
+
+    def prepare(self) -> None:
+        """Copies the block, four rows and steps at a time; the last row is repeated until its tile is full."""
+        matrix, body, tile, k = self._matrix, self._matrix.body, self.stride, self.run
+        squares, steps = tile // _SQUARE * _SQUARE, k // _SQUARE
+        tiles = body.let(tirx.floordiv(matrix.last - matrix.first + (tile - 1), index(tile)), "tiles")
+        with body.loop(0, tiles, "tile") as number:
+            row = body.let(matrix.first + number * tile, "row")
+            rows = [body.let(tirx.min(row + i, matrix.last - 1) * k, "start") for i in range(tile)]
+            to = body.let(number * (tile * k) + self._at, "to")
+            with body.loop(0, steps, "step") as step:
+                for i in range(0, squares, _SQUARE):
+                    square = [
+                        body.let(load(matrix.buffer, rows[i + j] + step * _SQUARE, _SQUARE)) for j in range(_SQUARE)
+                    ]
+                    for j, column in enumerate(turned(body, square)):
+                        body.store(self.buffer, to + (step * _SQUARE + j) * tile + i, column)
+                for i in range(squares, tile):
+                    for j in range(_SQUARE):
+                        at = step * _SQUARE + j
+                        body.store(self.buffer, to + at * tile + i, load(matrix.buffer, rows[i] + at))
+            with body.loop(steps * _SQUARE, k, "step") as step:
+                for i in range(tile):
+                    body.store(self.buffer, to + step * tile + i, load(matrix.buffer, rows[i] + step))
+
+    def starts(self, rows: Sequence[Expr], consecutive: bool) -> list[Expr]:
+        """As ``Rows`` says."""
+        body, tile = self._matrix.body, self.stride
+        starts = []
+        for row in rows[:1] if consecutive else rows:
+            within = body.let(row - self._matrix.first, "within")
+            place = body.let(tirx.floordiv(within, index(tile)), "tile")
+            starts.append(body.let(place * (tile * self.run - tile) + within + self._at, "start"))
+        return [starts[0] + i for i in range(len(rows))] if consecutive else starts
+
+    @contextmanager
+    def runs(self) -> Iterator[tuple[Index, Index]]:
+        """The only one."""
+        yield 0, 0
+
+
+_SQUARE = 4
+"""Rows and steps that are turned at a time."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +199,7 @@ class WindowSizes:
         columns, (stride, column_stride) = out[-1], shape.window.strides[-2:]
         reach, column_reach = shape.window.reach[-2:]
         lines, parts = _most(1, _quotient(block, _most(1, columns))), _quotient(columns + (block - 1), block)
-        part = _most(lines * columns, (_quotient(columns + parts * tile - 1, _most(1, parts * tile))) * tile)
+        part = _quotient(lines * columns + parts * tile - 1, _most(1, parts * tile)) * tile
         crossed = _quotient(lines + out[-2] - 2, _most(1, out[-2]))
         tall = (lines - 1) * stride + reach + crossed * shape.overlap
         wide = (_least(part, columns) - 1) * column_stride + column_reach
@@ -166,7 +233,9 @@ def _quotient(a: Dim, b: Dim) -> Dim:
 class WindowRows:
     """The windows of ``a [batch, *spatial, channels]``, whose lines ``prepare`` copies to ``scratch`` from element ``at`` on."""
 
+    stride = 1
     copies = True
+    blocks = index(0)
 
     def __init__(
         self, body: Body, shape: WindowShape, a: Buffer, scratch: Buffer, at: int, rows: Expr, vector: int

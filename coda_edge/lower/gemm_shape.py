@@ -9,6 +9,7 @@ from ..epilogue.ops import Group
 from ..epilogue.program import EpilogueProgram, Kind
 from ..epilogue.tir import Columns, depth
 from ..schedule.gemm import GemmSchedule
+from .gemm_rows import WindowShape
 from .statistics import Statistic, statistics
 from .weights import PLAIN, WeightFormat
 
@@ -22,6 +23,7 @@ class GemmShape:
     k: int
     schedule: GemmSchedule
     format: WeightFormat = PLAIN
+    window: WindowShape | None = None
 
     @cached_property
     def panels(self) -> int:
@@ -49,14 +51,50 @@ class GemmShape:
         return tuple(s.result for s in rowwise if s.result in read)
 
     @property
+    def groups(self) -> int:
+        """Groups of panels: an item does one of them."""
+        return -(-self.panels // self.schedule.panels)
+
+    @property
+    def rows_first(self) -> bool:
+        """Whether items that follow each other share panels; windows are copied too seldom for that."""
+        return self.schedule.rows_first and self.window is None
+
+    @property
+    def parts(self) -> int:
+        """Parts of K that are gone over one after the other; the taps of a window stay together."""
+        blocked = self.schedule.k_block and self.window is None
+        return -(-self.k // self.schedule.k_block) if blocked else 1
+
+    @property
+    def rows_outer(self) -> bool:
+        """Whether tiles of the same rows follow each other: not where a panel is made ready for all rows, or K comes in parts."""
+        return self.schedule.rows_outer and not self.format.converts and self.parts == 1
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows of A are copied to scratch tile by tile."""
+        return self.schedule.pack and self.window is None
+
+    @property
     def scratch(self) -> int:
-        """float32 of a thread's scratch: hoisted row values, and a panel that is converted."""
-        return self.converted_at + (self.k * self.schedule.width if self.format.converts else 0)
+        """float32 of a thread's scratch before the lines of windows: hoisted row values, a converted panel, accumulators, packed rows."""
+        return self.packed_at + (self.schedule.block_rows * self.k if self.packs else 0)
 
     @property
     def converted_at(self) -> int:
         """Where in the scratch a converted panel begins."""
         return self.schedule.block_rows * len(self.hoisted)
+
+    @property
+    def waiting_at(self) -> int:
+        """Where in the scratch accumulators wait for the next part of K."""
+        return self.converted_at + (self.k * self.schedule.width if self.format.converts else 0)
+
+    @property
+    def packed_at(self) -> int:
+        """Where in the scratch packed rows begin."""
+        return self.waiting_at + (self.schedule.block_rows * self.schedule.width if self.parts > 1 else 0)
 
     def orders(self) -> list[list[int]]:
         """The columns of each panel, in the order in which they lie."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tvm import tirx
 
 from ..epilogue.program import Kind, Output, Param, Rows
 from ..epilogue.tir import Columns, Evaluator, Place, as_stored, level
-from .body import Buffer, Expr, f32, index, lanes, load, shuffle, widen
+from .body import Buffer, Expr, Index, f32, index, lanes, load, shuffle, widen
 from .gemm_layout import Layout, scaled
 from .weights import WeightPanel
 
@@ -21,73 +22,150 @@ LINE = 64
 """Bytes of a cache line."""
 
 
-class Tile:
-    """One register tile: its K loop and its epilogue.
+@dataclass(frozen=True)
+class TileRows:
+    """The rows of a tile: the ``number``-th of ``count`` tiles of an item whose first row is ``first``.
 
-    ``rows``: the row of A at each row of the tile; ``first``: the block's first row. ``valid``, at the edge: which rows are
-    there to be stored; the others repeat the last one. ``converted``: the panel is in scratch.
+    ``valid``, of each row of a tile that may reach beyond the item: whether the row is there to be stored, None if it is for sure;
+    those that are not there repeat the last one. Rows that are there for sure come first and follow each other.
     """
+
+    number: Expr
+    count: Expr
+    first: Expr
+    rows: list[Expr]
+    valid: list[Expr | None] = field(default_factory=list)
+
+    @property
+    def sure(self) -> int:
+        """How many rows are there for sure."""
+        return sum(valid is None for valid in self.valid) if self.valid else len(self.rows)
+
+    def stored(self, row: int) -> Expr | bool:
+        """Whether a row is there to be stored."""
+        valid = self.valid[row] if self.valid else None
+        return True if valid is None else valid
+
+
+@dataclass(frozen=True)
+class Part:
+    """``size`` steps of each of a row's runs, from ``start`` on: the ``number``-th part. ``last``: the epilogue follows."""
+
+    number: Index
+    start: Index
+    size: int
+    last: bool = True
+
+
+class Tile:
+    """One register tile: its K loop and its epilogue. ``converted``: the panel is in scratch."""
 
     def __init__(
         self,
         kernel: Kernel,
         panel: Expr,
         columns: Columns,
-        first: Expr,
-        rows: list[Expr],
-        valid: list[Expr] | None = None,
+        rows: TileRows,
         converted: bool = False,
+        part: Part | None = None,
     ) -> None:
         self.kernel = kernel
         self.shape = kernel.shape
         self.body = kernel.body
         self.panel = panel
         self.columns = columns
-        self.first = first
-        self.rows = rows
-        self.valid = valid
+        self.place = rows
+        self.rows = rows.rows
         self.converted = converted
+        self.part = part or Part(0, 0, kernel.left.run)
         self.acc: dict[Place, Buffer] = {}
         self.batches: list[tuple[Expr, Expr]] = []
         """Of each row, the batch entry and the position in it."""
 
-    def write(self, tile: Expr, share: Expr) -> None:
-        """The tile, the ``tile``-th of its item, of whose prefetches a K block of a tile does ``share``."""
-        self._multiply(tile, share)
-        self._epilogue()
+    def write(self) -> None:
+        """The tile: its products, then its epilogue, or its accumulators to scratch."""
+        self._begin()
+        self._multiply()
+        if self.part.last:
+            self._epilogue()
+            return
+        for place, at in self._waiting():
+            self.body.store(self.kernel.scratch, at, load(self.acc[place], 0, self._lanes(place)))
 
-    def _multiply(self, tile: Expr, share: Expr) -> None:
-        body, k, unroll = self.body, self.shape.k, self.kernel.schedule.unroll
+    def _begin(self) -> None:
+        """Accumulators of zeros, or of what earlier parts of K left."""
+        body, number = self.body, self.part.number
+        for i in range(len(self.rows)):
+            for place, _, n in self._pieces():
+                self.acc[Place(i, place.cls, place.part)] = body.alloc(n, name="acc")
+        begins = number == 0 if isinstance(number, int) else number.equal(index(0))
+        with body.when(begins):
+            for place, acc in self.acc.items():
+                body.store(acc, 0, widen(f32(0), self._lanes(place)))
+        if begins is not True:
+            with body.when(tirx.Not(begins) if isinstance(number, tirx.Var) else True):
+                for place, at in self._waiting():
+                    body.store(self.acc[place], 0, load(self.kernel.scratch, at, self._lanes(place)))
+
+    def _waiting(self) -> Iterator[tuple[Place, Expr]]:
+        """Where accumulators wait in scratch: ``[row of the item, column]``."""
+        width = self.kernel.schedule.width
+        start = self.body.let((self.rows[0] - self.place.first) * width + self.shape.waiting_at, "waiting")
+        for i in range(len(self.rows)):
+            for place, offset, _ in self._pieces():
+                yield Place(i, place.cls, place.part), start + (i * width + offset)
+
+    def _pieces(self) -> list[tuple[Place, int, int]]:
+        """The vectors of a row of the panel: place, offset in the panel, lanes."""
         size = self.columns.width >> self.columns.depth
-        pieces = [
+        return [
             (Place(0, c, p), c * size + at, n) for c in range(self.columns.classes()) for p, (at, n) in self._parts()
         ]
-        for i in range(len(self.rows)):
-            for place, _, n in pieces:
-                acc = self.acc[Place(i, place.cls, place.part)] = body.alloc(n, name="acc")
-                body.store(acc, 0, widen(f32(0), n))
-        panel = self.kernel.weight.panel(body, self.panel, self.kernel.schedule.width, self.columns.width)
-        starts = [body.let(row * k, "start") for row in (self.rows if self.valid else self.rows[:1])]
-        if self.valid is None:
-            starts = [starts[0] + i * k for i in range(len(self.rows))]
 
-        def steps(start: Expr | int, stop: Expr | int) -> None:
-            with body.loop(start, stop, "k") as step:
-                weights = [body.let(self._weights(panel, step, offset, n), "w") for _, offset, n in pieces]
-                for i, row_start in enumerate(starts):
-                    a = body.let(load(self.kernel.a, row_start + step), "a")
-                    for (place, _, n), w in zip(pieces, weights, strict=True):
+    def _lanes(self, place: Place) -> int:
+        return self.columns.parts[place.part][1]
+
+    def _multiply(self) -> None:
+        body, left, schedule, part = self.body, self.kernel.left, self.kernel.schedule, self.part
+        panel = self.kernel.weight.panel(body, self.panel, schedule.width, self.columns.width)
+        sure = self.place.sure
+        starts = [*(left.starts(self.rows[:sure], True) if sure else ()), *left.starts(self.rows[sure:], False)]
+        blocks, rest = divmod(part.size, schedule.stride)
+        with left.runs() as (run, distance):
+            origin: Index = part.start
+            if left.count > 1:
+                origin = body.let(run * left.run, "origin")
+                starts = [body.let(start + distance, "run_start") for start in starts]
+
+            def step(at: Expr) -> None:
+                weights = [
+                    body.let(self._weights(panel, origin + at, offset, n), "w") for _, offset, n in self._pieces()
+                ]
+                a_step = (at if left.count > 1 else origin + at) * left.stride
+                for i, start in enumerate(starts):
+                    a = body.let(load(left.buffer, start + a_step), "a")
+                    for (place, _, n), w in zip(self._pieces(), weights, strict=True):
                         acc = self.acc[Place(i, place.cls, place.part)]
                         body.store(acc, 0, load(acc, 0, n) + widen(a, n) * w)
 
-        blocks, rest = divmod(k, unroll)
-        if blocks:
-            with body.loop(0, blocks, "k_block") as block:
-                if self.kernel.schedule.prefetch:
-                    self._prefetch(panel.start, tile * blocks + block, share)
-                steps(block * unroll, block * unroll + unroll)
-        if rest:
-            steps(blocks * unroll, k)
+            def steps(start: Index, count: int) -> None:
+                whole, single = divmod(count, schedule.unroll)
+                with body.loop(0, whole, "k") as group:
+                    for i in range(schedule.unroll):
+                        step(start + group * schedule.unroll + i)
+                for i in range(single):
+                    step(index(start + whole * schedule.unroll + i))
+
+            if blocks and schedule.prefetch and part.size:
+                full = left.run if self.shape.parts == 1 else schedule.k_block
+                before = part.number * self.place.count * (full // schedule.stride)
+                tile = self.place.number * left.count + run
+                with body.loop(0, blocks, "k_block") as block:
+                    self._prefetch(panel.start, before + tile * blocks + block)
+                    steps(block * schedule.stride, schedule.stride)
+                steps(blocks * schedule.stride, rest)
+            else:
+                steps(0, part.size)
 
     def _weights(self, panel: WeightPanel, step: Expr, offset: int, count: int) -> Expr:
         """``count`` weights of row ``step`` of the panel, from its column ``offset`` on."""
@@ -96,10 +174,12 @@ class Tile:
             return load(self.kernel.scratch, at, count)
         return panel.load(step, offset, count)
 
-    def _prefetch(self, panel_start: Expr, step: Expr, share: Expr) -> None:
-        """The ``step``-th share of the next panel's cache lines."""
-        format = self.shape.format
-        size, line_size = format.panel_size(self.kernel.schedule.width, self.shape.k), LINE // format.itemsize
+    def _prefetch(self, panel_start: Expr, step: Expr) -> None:
+        """The ``step``-th share of the next panel's cache lines: so many that all tiles together ask for all."""
+        format, schedule, count = self.shape.format, self.kernel.schedule, self.place.count
+        size, line_size = format.panel_size(schedule.width, self.shape.k), LINE // format.itemsize
+        lines = max(1, schedule.width * schedule.stride * format.itemsize // (LINE * format.rows_per_element))
+        share = self.body.let(tirx.floordiv(count + (lines - 1), count), "share")
         ahead = self.body.let(step * share, "ahead")
         with self.body.when(ahead < index(size // line_size)), self.body.loop(0, share, "line") as line:
             self.body.prefetch(self.kernel.weight.panels, panel_start + size + (ahead + line) * line_size)
@@ -133,7 +213,7 @@ class Tile:
             pieces = [values.value(output.value, Place(i, c, p)) for c in classes]
             vectors.append(self.body.let(as_stored(self.columns.natural(pieces), dtype), "stored"))
         buffer = self.kernel.outputs[output.name]
-        with self.body.when(True if self.valid is None else self.valid[i]):
+        with self.body.when(self.place.stored(i)):
             for vector, segments in zip(vectors, layout.segments, strict=True):
                 for segment in segments:
                     with self.body.when(segment.inside):
@@ -148,7 +228,7 @@ class Tile:
             pieces = [piece.astype(f"float32x{lanes(piece)}" if lanes(piece) > 1 else "float32") for piece in pieces]
             columns = [self.columns.progression(place.cls, place.part, wide) for place in places]
             results = statistic.rule.panel(self.body, pieces, columns)
-            with self.body.when(True if self.valid is None else self.valid[i]):
+            with self.body.when(self.place.stored(i)):
                 for slot, result in enumerate(results, statistic.slot):
                     at = self.kernel.partial_at(slot, self.panel, self.rows[i])
                     self.body.store(self.kernel.partials, at, result)
@@ -161,7 +241,7 @@ class Tile:
         row = self.rows[place.row]
         if name in self.shape.hoisted:
             slot = self.shape.hoisted.index(name)
-            return load(kernel.scratch, row - self.first + slot * kernel.schedule.block_rows)
+            return load(kernel.scratch, row - self.place.first + slot * kernel.schedule.block_rows)
         if name not in kernel.operands:
             return None
         param = program.param(name)
@@ -213,7 +293,7 @@ class Tile:
         body, count = self.body, self.kernel.rows_per_batch
         batch = position = index(0)
         for i, row in enumerate(self.rows):
-            if i == 0 or self.valid is not None:
+            if i == 0 or i >= self.place.sure:
                 batch = body.let(tirx.floordiv(row, count), "batch")
                 position = body.let(row - batch * count, "position")
             else:

@@ -18,7 +18,7 @@ from tvm import tirx
 from ..epilogue.tir import Columns, Place
 from .body import Body, Buffer, Expr, Index, f32, index, lanes, load, shuffle, widen
 from .gemm_shape import GemmShape
-from .gemm_tile import Tile
+from .gemm_tile import Tile, TileRows
 from .weights import WeightFormat
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ _WORD = 32
 
 
 def few_rows(shape: GemmShape) -> int:
-    """Up to how many rows the kernel does by ``FewRows``; these are always one block."""
-    return min(FEW, shape.schedule.block_rows)
+    """Up to how many rows the kernel does by ``FewRows``, in one block; 0 where the rows are windows."""
+    return min(FEW, shape.schedule.block_rows) if shape.window is None else 0
 
 
 def few_rows_scratch(shape: GemmShape) -> int:
-    """float32 of scratch that ``FewRows`` needs: the prepared rows of A."""
-    return FEW * _PreparedRows(shape).stride if _prepares(shape) else 0
+    """float32 of scratch when rows are few: hoisted row values and the prepared rows of A."""
+    return shape.converted_at + (few_rows(shape) * _PreparedRows(shape).stride if _prepares(shape) else 0)
 
 
 def prepare_few_rows(kernel: Kernel) -> None:
@@ -55,9 +55,9 @@ def few_rows_panel(kernel: Kernel, panel: Expr, columns: Columns) -> None:
     body, least = kernel.body, 0
     for count in (form for form in _FORMS if form <= few_rows(kernel.shape)):
         with body.when(tirx.And(kernel.rows > index(least), kernel.rows <= index(count))):
-            rows = [body.let(tirx.min(index(i), kernel.rows - 1), "row") for i in range(count)]
-            valid = [index(i) < kernel.rows for i in range(count)] if count - least > 1 else None
-            FewRows(kernel, panel, columns, index(0), rows, valid).write(index(0), index(0))
+            rows = [index(0), *(body.let(tirx.min(index(i), kernel.rows - 1), "row") for i in range(1, count))]
+            valid = [None if i <= least else index(i) < kernel.rows for i in range(count)]
+            FewRows(kernel, panel, columns, TileRows(index(0), index(1), index(0), rows, valid)).write()
         least = count
 
 
@@ -159,18 +159,13 @@ _Sums = dict[Place, Buffer]
 class FewRows(Tile):
     """All rows of one panel."""
 
-    def _multiply(self, tile: Expr, share: Expr) -> None:
+    def _multiply(self) -> None:
         kernel, shape, body = self.kernel, self.shape, self.body
-        size = self.columns.width >> self.columns.depth
-        self._pieces = [
-            (Place(0, c, p), c * size + at, n) for c in range(self.columns.classes()) for p, (at, n) in self._parts()
-        ]
         self._panel = kernel.weight.panel(body, self.panel, kernel.schedule.width, self.columns.width)
         self._a, at = kernel.a, lambda row, offset: row * shape.k + offset
         if _prepares(shape):
             self._a, at = kernel.scratch, _PreparedRows(shape).at
         self._starts = [body.let(at(row, 0), "start") for row in self.rows]
-        self.acc = self._zeros()
         if _crossing(shape.format, shape.k):
             with body.loop(0, shape.k, "k") as step:
                 self._add(self.acc, step, lambda offset, n: self._panel.load(step, offset, n))
@@ -185,7 +180,7 @@ class FewRows(Tile):
         sums = {
             Place(i, place.cls, place.part): self.body.alloc(n, name="acc")
             for i in range(len(self.rows))
-            for place, _, n in self._pieces
+            for place, _, n in self._pieces()
         }
         self._clear(sums)
         return sums
@@ -197,7 +192,7 @@ class FewRows(Tile):
     def _places(self) -> Iterator[tuple[int, Place, int, int]]:
         """Row, place, first column and number of columns of each vector of results."""
         for i in range(len(self.rows)):
-            for place, offset, n in self._pieces:
+            for place, offset, n in self._pieces():
                 yield i, Place(i, place.cls, place.part), offset, n
 
     @property
@@ -276,7 +271,7 @@ class FewRows(Tile):
         if fields == 1:
             self._add(sums, element, lambda offset, n: self._panel.whole(element, offset, n))
             return
-        words = {offset: body.let(self._panel.words(element, offset, n), "words") for _, offset, n in self._pieces}
+        words = {offset: body.let(self._panel.words(element, offset, n), "words") for _, offset, n in self._pieces()}
         for field in range(count or fields):
             self._add(sums, element * fields + field, partial(self._field, words, field))
 
@@ -295,7 +290,7 @@ class FewRows(Tile):
     def _add(self, sums: _Sums, row: Expr, weights: Callable[[int, int], Expr]) -> None:
         """Adds the products of one row of W, of which ``weights(offset, count)`` are columns."""
         body = self.body
-        values = {offset: body.let(weights(offset, n), "w") for _, offset, n in self._pieces}
+        values = {offset: body.let(weights(offset, n), "w") for _, offset, n in self._pieces()}
         elements = [body.let(load(self._a, start + row), "a") for start in self._starts]
         for i, place, offset, n in self._places():
             product = widen(elements[i], n) * values[offset]

@@ -5,7 +5,7 @@ Heuristics choose them (``gemm.py``, ``attention.py``) unless a database of meas
 
 from .attention import AttentionSchedule, choose_attention
 from .database import AnySchedule, Database, Record, Schedules, default_path, fixed
-from .gemm import GemmSchedule, choose_gemm, gemm_candidates
+from .gemm import GemmSchedule, choose_gemm, gemm_candidates, gemm_space
 from .norm import NormForm
 from .problem import Problem, epilogue_class, format_class, rows_bucket
 
@@ -25,5 +25,6 @@ __all__ = [
     "fixed",
     "format_class",
     "gemm_candidates",
+    "gemm_space",
     "rows_bucket",
 ]

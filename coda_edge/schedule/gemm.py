@@ -1,27 +1,43 @@
-"""The GEMM schedule and how it is chosen for a weight's shape."""
+"""The GEMM schedule, the space of schedules for a weight's shape, and which one is chosen untuned. Needs nothing of TVM."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ..targets.target import Target
 
 
 @dataclass(frozen=True)
 class GemmSchedule:
-    """Tiling of ``[M, K] @ [K, N]``.
+    """Tiling of ``[M, K] @ [K, N]`` for every M; each field gives right results with any other.
 
-    A register tile is ``rows`` × ``vectors`` vectors of ``lanes`` float32; a weight panel is as wide as a tile. A work item is a
-    panel for ``block`` rows, a multiple of ``rows``. Every ``unroll`` steps of the K loop, a share of the next panel is prefetched.
+    - ``rows`` × ``vectors`` vectors of ``lanes`` float32: a register tile. A panel of weights is as wide as a tile.
+    - ``block``: rows of a work item at most, rounded up to whole tiles; rows are spread evenly over as few items as can be.
+    - ``tail``: rows that are left over make a tile of the next multiple of ``tail`` rows; ``rows``: of a whole tile.
+    - ``panels``: panels of an item. ``rows_outer``: an item goes over its rows outside and its panels inside, not the other way round.
+    - ``rows_first``: items that follow each other, which a thread does, share their panels and not their rows.
+    - ``k_block``: K steps after which accumulators wait in scratch, while all tiles of the item go over the same part of the panel;
+      0: they stay in registers for all of K.
+    - ``pack``: the item's rows of A are copied to scratch first, those of a tile side by side.
+    - ``prefetch``: each item asks for the next panel ahead, a share of it every ``stride`` K steps.
+    - ``unroll``: K steps that are written out in a row.
+    - ``grain``: items that a thread takes at a time, at least.
     """
 
     rows: int
     vectors: int
     lanes: int
     block: int = 128
-    unroll: int = 16
+    tail: int = 2
+    panels: int = 1
+    rows_outer: bool = False
+    rows_first: bool = False
+    k_block: int = 0
+    pack: bool = False
     prefetch: bool = True
+    stride: int = 16
+    unroll: int = 1
     grain: int = 1
 
     @property
@@ -31,8 +47,14 @@ class GemmSchedule:
 
     @property
     def block_rows(self) -> int:
-        """Rows of a work item: ``block`` rounded up to whole tiles."""
+        """Rows of a work item at most: ``block`` rounded up to whole tiles."""
         return -(-self.block // self.rows) * self.rows
+
+    @property
+    def tails(self) -> tuple[int, ...]:
+        """The heights of tiles for what is left over, each more than the one before: the last takes ``rows - 1`` rows."""
+        step = min(max(self.tail, 1), self.rows)
+        return tuple(min(height, self.rows) for height in range(step, self.rows - 1 + step, step))
 
 
 def gemm_candidates(target: Target, classes: int = 1) -> Iterator[GemmSchedule]:
@@ -54,7 +76,27 @@ def gemm_candidates(target: Target, classes: int = 1) -> Iterator[GemmSchedule]:
         yield GemmSchedule(rows - rows % 4 if rows > 8 else rows, vectors, target.lanes(4))
 
 
-def choose_gemm(target: Target, n: int, classes: int = 1) -> GemmSchedule:
+def gemm_space(target: Target, n: int, k: int, classes: int = 1) -> Sequence[GemmSchedule]:
+    """The schedules worth measuring for weights ``[k, n]``, tens of them, the untuned choice first.
+
+    ``classes``: as in ``gemm_candidates``. Every register tile as it is, then the untuned choice with one thing different.
+    """
+    chosen = choose_gemm(target, n, classes, k)
+    found = [chosen, *(replace(s, block=chosen.block) for s in gemm_candidates(target, classes))]
+    found += [replace(chosen, unroll=unroll) for unroll in (1, 2, 4)]
+    found += [replace(chosen, block=block) for block in (64, 128, 192, 384)]
+    found += [replace(chosen, tail=tail) for tail in (1, 2, chosen.rows)]
+    found += [replace(chosen, prefetch=not chosen.prefetch), replace(chosen, stride=32), replace(chosen, pack=True)]
+    found += [replace(chosen, rows_first=True), replace(chosen, rows_first=True, block=48)]
+    if n > 2 * chosen.width:
+        found += [replace(chosen, panels=2), replace(chosen, panels=4, rows_outer=True, prefetch=False)]
+        found += [replace(chosen, panels=4, rows_outer=True, rows_first=True, prefetch=False, block=48)]
+    found += [replace(chosen, k_block=size) for size in (256, 512, 768) if size <= k // 2]
+    found += [replace(chosen, k_block=size, pack=True) for size in (256, 512) if size <= k // 2]
+    return tuple(dict.fromkeys(found))
+
+
+def choose_gemm(target: Target, n: int, classes: int = 1, k: int = 0) -> GemmSchedule:
     """The candidate with the fewest estimated cycles per row and K step for ``n`` columns."""
 
     def cycles(schedule: GemmSchedule) -> float:
