@@ -119,8 +119,10 @@ def measure(
 
     ``seconds``: about how long, of which ``rounds`` follow unless they are given.
     """
-    before = roofs(threads)
     with Session(bundle, threads=threads) as session:
+        target = session.metadata["target"]
+        level = target if target.startswith("x86-64-") else "native"
+        before = roofs(threads, level)
         calls: dict[str, Call] = {OURS: lambda: session.run(None, feeds)}
         reasons = dict(absent)
         for name, (peer, folder) in peers.items():
@@ -144,8 +146,10 @@ def measure(
         for name in slow:
             apart = {OURS: calls[OURS], name: calls[name]}
             engines.append(_engine(name, blocks(apart, _SLOW_ROUNDS, block=0.0, least=1), errors[name]))
+        time.sleep(PAUSE_SECONDS)
+        session.run(None, feeds)
         kernels = session.profile(feeds, _PROFILED)
-    after = roofs(threads)
+    after = roofs(threads, level)
     best = Roofs(
         threads,
         max(before.flops, after.flops),

@@ -38,16 +38,18 @@ class Roofs:
     cache: float
 
 
-def roofs(threads: int, tries: int = 7) -> Roofs:
-    """All of them: the best of ``tries``, tens of milliseconds each."""
-    return Roofs(
-        threads, fma_peak(threads, tries), _read(threads, tries, _MEMORY_BYTES), _read(threads, tries, _CACHE_BYTES)
-    )
+def roofs(threads: int, level: str = "native", tries: int = 7) -> Roofs:
+    """All of them: the best of ``tries``, tens of milliseconds each. ``level``: as for ``fma_peak``."""
+    memory, cache = (_read(threads, tries, size) for size in (_MEMORY_BYTES, _CACHE_BYTES))
+    return Roofs(threads, fma_peak(threads, tries, level), memory, cache)
 
 
-def fma_peak(threads: int, tries: int = 7) -> float:
-    """FLOP/s of fused multiply-adds on ``threads`` threads together: the best of ``tries``, tens of milliseconds each."""
-    with _compiled("fma_peak.c") as library:
+def fma_peak(threads: int, tries: int = 7, level: str = "native") -> float:
+    """FLOP/s of fused multiply-adds on ``threads`` threads together: the best of ``tries``, tens of milliseconds each.
+
+    ``level``: of the instruction set, as the compiler's ``-march`` names it.
+    """
+    with _compiled("fma_peak.c", level) as library:
         kernel = library.fma_peak
         kernel.restype = ctypes.c_int64
         kernel.argtypes = [ctypes.c_int64, ctypes.c_void_p]
@@ -92,11 +94,11 @@ def _best(work: Callable[[int], int], threads: int, tries: int) -> float:
 
 
 @contextmanager
-def _compiled(source: str) -> Iterator[ctypes.CDLL]:
+def _compiled(source: str, level: str = "native") -> Iterator[ctypes.CDLL]:
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "kernel.so"
         compiler = [cc] if (cc := shutil.which("cc")) else [sys.executable, "-m", "ziglang", "cc"]
         # Without reassociation the sums stay in the vectors that the source names.
-        flags = ["-O3", "-march=native", "-ffp-contract=fast", "-Wno-psabi", "-shared", "-fPIC"]
+        flags = ["-O3", f"-march={level}", "-ffp-contract=fast", "-Wno-psabi", "-shared", "-fPIC"]
         subprocess.run([*compiler, *flags, str(Path(__file__).with_name(source)), "-o", str(library)], check=True)
         yield ctypes.CDLL(str(library))

@@ -77,7 +77,7 @@ def test_results_are_plain_values() -> None:
 def test_a_small_model_is_measured_in_turn_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import coda_edge
 
-    monkeypatch.setattr(measure, "roofs", lambda threads: Roofs(threads, 1e11, 1e10, 1e11))
+    monkeypatch.setattr(measure, "roofs", lambda threads, level: Roofs(threads, 1e11, 1e10, 1e11))
     model, feeds = _product(tmp_path), {"x": np.linspace(-1, 1, 3 * 16, dtype=np.float32).reshape(3, 16)}
     bundle = tmp_path / "model.coda"
     coda_edge.optimize(model, verify=False).save(bundle)
