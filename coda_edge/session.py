@@ -112,20 +112,29 @@ class Session:
         """Begins the sequence of random numbers anew: the runs that follow draw what depends on ``seed`` alone."""
         self._runtime.seed(seed)
 
-    def run(self, output_names: Sequence[str] | None, feeds: Mapping[str, npt.ArrayLike]) -> list[npt.NDArray[Any]]:
+    def run(
+        self,
+        output_names: Sequence[str] | None,
+        feeds: Mapping[str, npt.ArrayLike],
+        outputs: Mapping[str, npt.NDArray[Any]] | None = None,
+    ) -> list[npt.NDArray[Any]]:
         """Runs the model: the named outputs in that order, or all of them for ``None``.
 
-        ``feeds`` maps each input's name to its array; contiguous arrays are read in place. Raises ``ShapeError`` for a
-        missing or unknown name, a wrong element type or dimensions that do not fit (those that data decides too), and
-        ``DataError`` for a value that the model cannot process.
+        ``feeds`` maps each input's name to its array; contiguous arrays are read in place. ``outputs`` maps names of outputs to
+        arrays that the results are written to and that are returned: contiguous, of the output's type and shape, apart from each
+        other and from ``feeds``; the others are new arrays. Raises ``ShapeError`` for a missing or unknown name, a wrong element
+        type or dimensions that do not fit (those that data decides too), and ``DataError`` for a value that the model cannot process.
         """
         wanted = self._wanted(output_names)
         inputs = self._feed(feeds)
         shapes = self._runtime.shapes(inputs)
-        given = {i: np.empty(shapes[i], self._outputs[i].dtype) for i in wanted if -1 not in shapes[i]}
-        outputs = [t.in_place(given[i]) if i in given else None for i, t in enumerate(self._outputs)]
+        given = self._bound(outputs, shapes) if outputs else {}
+        for i in wanted:
+            if i not in given and -1 not in shapes[i]:
+                given[i] = np.empty(shapes[i], self._outputs[i].dtype)
+        results = [t.in_place(given[i]) if i in given else None for i, t in enumerate(self._outputs)]
         copied = [i for i in dict.fromkeys(wanted) if i not in given]
-        for i, (dims, data) in zip(copied, self._runtime.run(inputs, outputs, copied), strict=True):
+        for i, (dims, data) in zip(copied, self._runtime.run(inputs, results, copied), strict=True):
             given[i] = np.frombuffer(data, self._outputs[i].dtype).reshape(dims)
         return [given[i] for i in wanted]
 
@@ -160,6 +169,24 @@ class Session:
         if unknown:
             raise ShapeError(f"no output is called '{unknown[0]}'; the outputs are {_quoted(self._outputs)}")
         return [self._output_index[name] for name in names]
+
+    def _bound(
+        self, outputs: Mapping[str, npt.NDArray[Any]], shapes: Sequence[tuple[int, ...]]
+    ) -> dict[int, npt.NDArray[Any]]:
+        """The caller's arrays by the numbers of their outputs."""
+        arrays: dict[int, npt.NDArray[Any]] = {}
+        for i, (name, array) in zip(self._wanted(list(outputs)), outputs.items(), strict=True):
+            dtype, shape = self._outputs[i].dtype, shapes[i]
+            if -1 in shape:
+                raise ShapeError(f"output '{name}' has a size that data decides: no array can be given for it")
+            if array.dtype != dtype or array.shape != shape:
+                raise ShapeError(
+                    f"output '{name}' is to be written to {array.dtype} {list(array.shape)}, expected {dtype} {list(shape)}"
+                )
+            if not (array.flags.c_contiguous and array.flags.aligned and array.flags.writeable):
+                raise ShapeError(f"output '{name}' needs an array that is contiguous, aligned and writeable")
+            arrays[i] = array
+        return arrays
 
     def _feed(self, feeds: Mapping[str, npt.ArrayLike]) -> list[tuple[int, npt.NDArray[Any]] | None]:
         unknown = [name for name in feeds if name not in self._input_names]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -158,6 +161,85 @@ def test_profile(session: Session) -> None:
     with pytest.raises(ShapeError, match="'ids' is missing"):
         session.profile({})
     assert session.arena_bytes == 512, "rows (504 bytes) and partial (168 bytes) never live together"
+
+
+def test_outputs_are_written_in_place(session: Session) -> None:
+    f = feeds(3, 7)
+    hidden, total = np.empty((3, 7, 6), np.float32), np.empty((3, 7), np.float32)
+    right = handmade.encoder_reference(**f)
+    found = session.run(None, f, {"hidden": hidden, "total": total})
+    assert found[0] is hidden and found[1] is total
+    np.testing.assert_array_equal(hidden, right[0])
+    np.testing.assert_array_equal(total, right[1])
+    hidden.fill(0)
+    (other,) = session.run(["total"], f, {"hidden": hidden})
+    np.testing.assert_array_equal(other, right[1])
+    np.testing.assert_array_equal(hidden, right[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "match"),
+    [
+        ("hidden", np.empty((3, 8, 6), np.float32), r"float32 \[3, 8, 6\], expected float32 \[3, 7, 6\]"),
+        ("hidden", np.empty((3, 7, 6), np.float64), r"float64 \[3, 7, 6\], expected float32"),
+        ("hidden", np.empty((6, 7, 3), np.float32).T, "contiguous, aligned and writeable"),
+        ("hidden", np.frombuffer(bytes(504), np.float32).reshape(3, 7, 6), "contiguous, aligned and writeable"),
+        ("other", np.empty(1), "no output is called 'other'"),
+    ],
+)
+def test_outputs_that_cannot_be_written(session: Session, name: str, array: np.ndarray, match: str) -> None:
+    with pytest.raises(ShapeError, match=match):
+        session.run(None, feeds(3, 7), {name: array})
+
+
+def test_outputs_of_unknown_size_cannot_be_given() -> None:
+    with Session(to_bytes(handmade.places().bundle())) as session, pytest.raises(ShapeError, match="data decides"):
+        session.run(None, {"x": np.ones(4, np.int64)}, {"y": np.empty(4, np.int64)})
+
+
+HOOK = r"""
+#include <stddef.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+enum { LARGE = 1024 };
+static _Atomic long balance, large;
+extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void *, size_t), __libc_free(void *);
+long held(void) { return balance; }
+long large_ones(void) { return large; }
+void *malloc(size_t n) { balance++, large += n >= LARGE; return __libc_malloc(n); }
+void *calloc(size_t k, size_t n) { balance++, large += k * n >= LARGE; return __libc_calloc(k, n); }
+void *realloc(void *p, size_t n) { balance += !p, large += n >= LARGE; return __libc_realloc(p, n); }
+void free(void *p) { balance -= p != NULL; __libc_free(p); }
+void *mmap(void *a, size_t n, int p, int f, int d, long o) { large++; return (void *)syscall(SYS_mmap, a, n, p, f, d, o); }
+"""
+
+
+def test_a_run_into_given_arrays_keeps_no_memory(tmp_path: Path) -> None:
+    """What Python and the binding allocate in a run is small, and given back: no output, no arena, no mapping."""
+    if platform.libc_ver()[0] != "glibc" or not shutil.which("cc") or sys.maxsize < 2**32:
+        pytest.skip("counting allocations needs glibc and a C compiler")
+    (tmp_path / "hook.c").write_text(HOOK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", tmp_path / "hook.so", tmp_path / "hook.c"], check=True)
+    write(handmade.encoder().bundle(), tmp_path / "m.coda")
+    code = (
+        "import ctypes, gc, sys, numpy as np, coda_edge\n"
+        "hook = ctypes.CDLL(sys.argv[1])\n"
+        "s = coda_edge.Session(sys.argv[2], threads=2)\n"
+        "f = {'ids': np.ones((40, 50), np.int64), 'bias': np.zeros(6, np.float32)}\n"
+        "out = {'hidden': np.empty((40, 50, 6), np.float32), 'total': np.empty((40, 50), np.float32)}\n"
+        "gc.disable()\n"
+        "def change(count):\n"
+        "    before = hook.held(), hook.large_ones()\n"
+        "    for _ in range(count): s.run(None, f, out)\n"
+        "    return hook.held() - before[0], hook.large_ones() - before[1]\n"
+        "change(10)\n"
+        "print(*change(100))\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "hook.so"), str(tmp_path / "m.coda")]
+    preload = {**os.environ, "LD_PRELOAD": str(tmp_path / "hook.so")}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=preload)
+    held, large = map(int, done.stdout.split())
+    assert large == 0 and abs(held) < 10
 
 
 def test_threads_share_a_session(session: Session) -> None:

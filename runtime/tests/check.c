@@ -6,6 +6,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "check.h"
 #include "coda.h"
@@ -22,7 +25,9 @@ static _Atomic int allocations;
 
 extern void *__libc_malloc(size_t size);
 extern void *__libc_calloc(size_t count, size_t size);
+extern void *__libc_realloc(void *data, size_t size);
 extern void *__libc_memalign(size_t alignment, size_t size);
+extern void __libc_free(void *data);
 
 void *malloc(size_t size) {
   allocations++;
@@ -34,12 +39,33 @@ void *calloc(size_t count, size_t size) {
   return __libc_calloc(count, size);
 }
 
+void *realloc(void *data, size_t size) {
+  allocations++;
+  return __libc_realloc(data, size);
+}
+
 int posix_memalign(void **data, size_t alignment, size_t size) {
   allocations++;
   *data = __libc_memalign(alignment, size);
   return *data ? 0 : 12;
 }
 
+void free(void *data) {
+  allocations++;
+  __libc_free(data);
+}
+
+void *mmap(void *address, size_t size, int protection, int flags, int file, off_t offset) {
+  allocations++;
+  return (void *)syscall(SYS_mmap, address, size, protection, flags, file, offset);
+}
+
+int munmap(void *address, size_t size) {
+  allocations++;
+  return (int)syscall(SYS_munmap, address, size);
+}
+
+/* How often memory was asked for or given back. */
 static int allocated(void) { return allocations; }
 static const bool counts_allocations = true;
 #else
