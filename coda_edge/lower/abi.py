@@ -24,11 +24,14 @@ _PIPELINES = {True: "coda_kernel", False: "coda_kernel_without_float16"}
 """By whether the processor converts float16."""
 
 
-def compile_kernels(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object]) -> bytes:
-    """One relocatable object with a symbol for each function's ``global_symbol``, for the TVM target ``target``."""
+def compile_kernels(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object], callers: str = "") -> bytes:
+    """One relocatable object with a symbol for each function's ``global_symbol``, for the TVM target ``target``.
+
+    ``callers``: functions in LLVM's assembly language that go into the same object, to call the kernels.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernels.o")
-        _generate(funcs, target).write_to_file(str(path), "o")
+        _generate(funcs, target, callers).write_to_file(str(path), "o")
         return path.read_bytes()
 
 
@@ -37,7 +40,7 @@ def assembly(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object]) -> st
     return str(_generate(funcs, target).inspect_source("s"))
 
 
-def _generate(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object]) -> tvm.runtime.Module:
+def _generate(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object], callers: str = "") -> tvm.runtime.Module:
     """The kernels as a module of LLVM code."""
     module = tvm.IRModule({str(f.attrs["global_symbol"]): f for f in funcs})
     with_status = [str(f.attrs["global_symbol"]) for f in funcs if _reports_status(f)]
@@ -51,7 +54,7 @@ def _generate(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object]) -> t
         text += _WRAPPER.format(name=name, body=name + _BODY)
     # LLVM makes calls of the C library of loops that fill or copy; kernels bring their own.
     memory = "".join(code for name, code in _MEMORY.items() if f"@llvm.{name}." in text)
-    text += memory.replace("i64", "i32") if _NARROW in text else memory
+    text += (memory.replace("i64", "i32") if _NARROW in text else memory) + callers
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernels.ll")
         source.write_text(text, encoding="utf-8")

@@ -36,7 +36,7 @@ def attention_problem(node: gs.Node, target: Target) -> Problem:
     _, heads, queries, depth = shape(given.q)
     _, kv_heads, _, columns = shape(given.v)
     words = {
-        f"group{int(heads) // int(kv_heads)}": not int(heads) == int(kv_heads),
+        f"group{int(heads) // int(kv_heads)}": int(heads) != int(kv_heads),
         "masked": any(_varies(t) for t in given.scores),
         "banded": bool(bands(node)),
         "past": given.past is not None,
