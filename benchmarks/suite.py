@@ -75,13 +75,13 @@ CASES: dict[str, Case] = {
         "GPT-2 small, one token behind 128", networks.gpt2_small, lambda: networks.gpt2_feeds(128), _both(1.05)
     ),
     "gpt2_int4": Case(
-        "the same, weights in 4 bits",
+        "GPT-2 small, weights in 4 bits",
         networks.gpt2_small_int4,
         lambda: networks.gpt2_feeds(128),
         _both(1.2, "onnxruntime"),
     ),
     "gpt2_int4_level4": Case(
-        "the same, activations in 8 bits allowed",
+        "GPT-2 small, 4 bits, activations may have 8",
         networks.gpt2_small_int4_level4,
         lambda: networks.gpt2_feeds(128),
         reference=networks.gpt2_small_int4,
