@@ -1,4 +1,8 @@
-"""OpenVINO, with the sizes of the inputs fixed and float32 asked for, where its default may be bfloat16."""
+"""OpenVINO, with the sizes of the inputs fixed and arithmetic in float32.
+
+By default it computes in bfloat16 where the CPU has it, and rounds activations to 8 bits where weights have no more: its answer to
+MiniLM with int8 weights is then wrong by 1 % of the largest value.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,7 @@ class OpenVino:
             "NUM_STREAMS": 1,
             "INFERENCE_NUM_THREADS": threads,
             "INFERENCE_PRECISION_HINT": "f32",
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
             "ENABLE_CPU_PINNING": False,
         }
         request: Any = core.compile_model(read, "CPU", settings).create_infer_request()
