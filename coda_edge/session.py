@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from statistics import median
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,8 @@ from . import _runtime
 from .dtypes import numpy_dtype
 from .errors import ShapeError
 
+#: Bytes from which on the system would give an output's memory page by page, in each run again.
+_LARGE = 1 << 16
 _ONNX_NAMES = {"float32": "float", "float64": "double"}
 
 
@@ -131,7 +134,7 @@ class Session:
         given = self._bound(outputs, shapes) if outputs else {}
         for i in wanted:
             if i not in given and -1 not in shapes[i]:
-                given[i] = np.empty(shapes[i], self._outputs[i].dtype)
+                given[i] = self._fresh(self._outputs[i].dtype, shapes[i])
         results = [t.in_place(given[i]) if i in given else None for i, t in enumerate(self._outputs)]
         copied = [i for i in dict.fromkeys(wanted) if i not in given]
         for i, (dims, data) in zip(copied, self._runtime.run(inputs, results, copied), strict=True):
@@ -169,6 +172,13 @@ class Session:
         if unknown:
             raise ShapeError(f"no output is called '{unknown[0]}'; the outputs are {_quoted(self._outputs)}")
         return [self._output_index[name] for name in names]
+
+    def _fresh(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """A new array; a large one in memory that an array of an earlier run has left behind."""
+        size = dtype.itemsize * prod(shape)
+        if size < _LARGE:
+            return np.empty(shape, dtype)
+        return np.frombuffer(memoryview(self._runtime.memory(size)), dtype).reshape(shape)
 
     def _bound(
         self, outputs: Mapping[str, npt.NDArray[Any]], shapes: Sequence[tuple[int, ...]]

@@ -197,6 +197,28 @@ def test_outputs_of_unknown_size_cannot_be_given() -> None:
         session.run(None, {"x": np.ones(4, np.int64)}, {"y": np.empty(4, np.int64)})
 
 
+def test_memory_of_outputs_is_used_again() -> None:
+    """An array keeps its memory, also beyond the session; when it is gone, another output gets it, one that is a little longer too."""
+    p = handmade.HandPlan()
+    x, y, z = p.input("x", "int64", "n"), p.output("y", "int64", "n"), p.output("z", "int64", "n")
+    for factor, out in ((1, y), (2, z)):
+        p.step("mix", [x, x, out], [factor, "n", "n"], "n")
+    session = Session(to_bytes(p.bundle()), threads=1)
+    places: set[int] = set()
+    kept = session.run(None, {"x": np.arange(30000)})
+    for n in range(20000, 20040):
+        found = session.run(None, {"x": np.arange(n)})
+        places |= {array.ctypes.data for array in found}
+        np.testing.assert_array_equal(found[0], 2 * np.arange(n))
+        np.testing.assert_array_equal(found[1], 3 * np.arange(n))
+        found[0][:] = -1
+        del found
+    assert len(places) == 2
+    session.close()
+    del session
+    np.testing.assert_array_equal(kept[1], 3 * np.arange(30000))
+
+
 HOOK = r"""
 #include <stddef.h>
 #include <sys/syscall.h>

@@ -7,8 +7,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <new>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -74,6 +77,84 @@ private:
 
   std::vector<View> views;
 };
+
+// Memory of outputs. What an array leaves behind when it dies is what a later run of the session writes to: fresh memory would
+// be given by the system page by page.
+class Blocks {
+public:
+  ~Blocks() {
+    for (const auto &[bytes, data] : unused_)
+      std::free(data);
+  }
+
+  // At least `bytes`, and less than twice as many: (data, size).
+  std::pair<void *, size_t> take(size_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::pair<size_t, void *> block = {rounded(bytes), nullptr};
+    const auto found = unused_.lower_bound(bytes);
+    if (found != unused_.end() && found->first / 2 < bytes) {
+      block = *found;
+      unused_.erase(found);
+      unused_bytes_ -= block.first;
+    } else {
+      block.second = std::aligned_alloc(64, block.first);
+    }
+    used_bytes_ += block.first;
+    most_used_bytes_ = std::max(most_used_bytes_, used_bytes_);
+    return {block.second, block.first};
+  }
+
+  // Keeps no more than were ever in use at a time.
+  void give_back(void *data, size_t size) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    used_bytes_ -= size;
+    unused_bytes_ += size;
+    unused_.emplace(size, data);
+    while (unused_bytes_ > most_used_bytes_) {
+      unused_bytes_ -= unused_.begin()->first;
+      std::free(unused_.begin()->second);
+      unused_.erase(unused_.begin());
+    }
+  }
+
+private:
+  // An eighth more at most: the keys and values of a generated text grow a little with each run.
+  static size_t rounded(size_t bytes) {
+    size_t unit = 64;
+    while (unit * 16 < bytes)
+      unit *= 2;
+    return (bytes + unit - 1) / unit * unit;
+  }
+
+  std::mutex mutex_;
+  std::multimap<size_t, void *> unused_;
+  size_t unused_bytes_ = 0, used_bytes_ = 0, most_used_bytes_ = 0;
+};
+
+// One of them, with Python's buffer protocol.
+class Block {
+public:
+  Block(std::shared_ptr<Blocks> owner, size_t bytes) : owner_(std::move(owner)), bytes_(bytes) {
+    std::tie(data_, size_) = owner_->take(bytes);
+    if (!data_)
+      throw std::bad_alloc();
+  }
+  ~Block() { owner_->give_back(data_, size_); }
+  Block(const Block &) = delete;
+  Block &operator=(const Block &) = delete;
+
+  static int get_buffer(PyObject *self, Py_buffer *view, int flags) {
+    const Block *block = nb::inst_ptr<Block>(self);
+    return PyBuffer_FillInfo(view, self, block->data_, (Py_ssize_t)block->bytes_, 0, flags);
+  }
+
+private:
+  std::shared_ptr<Blocks> owner_;
+  void *data_ = nullptr;
+  size_t size_ = 0, bytes_;
+};
+
+PyType_Slot block_slots[] = {{Py_bf_getbuffer, (void *)&Block::get_buffer}, {0, nullptr}};
 
 class Session {
 public:
@@ -188,6 +269,8 @@ public:
     return copies;
   }
 
+  Block *memory(size_t bytes) { return new Block(blocks_, bytes); }
+
   void seed(uint64_t seed) {
     call([&](coda_error *error) { return coda_session_seed(session_, seed, error); });
   }
@@ -291,6 +374,7 @@ private:
   }
 
   std::mutex mutex_;
+  const std::shared_ptr<Blocks> blocks_ = std::make_shared<Blocks>();
   void *memory_ = nullptr; // an aligned copy of a bundle given as bytes
   coda_model *model_ = nullptr;
   coda_session *session_ = nullptr;
@@ -309,6 +393,7 @@ NB_MODULE(_runtime, m) {
   m.def("cpu_features", &cpu_features, "Names of this CPU's features that a bundle may ask for.");
   m.def("cpu_cores", &coda_cpu_cores, "How many cores this process may use.");
   m.def("dtype_name", &coda_dtype_name, nb::arg("dtype"), "numpy's name of an element type given by its ONNX number.");
+  nb::class_<Block>(m, "Block", nb::type_slots(block_slots), "Bytes that arrays can share.");
   nb::class_<Session>(m, "Session")
       .def(nb::init<nb::object, int32_t, uint64_t>(), nb::arg("source"), nb::arg("threads"), nb::arg("seed"))
       .def("close", &Session::close)
@@ -319,6 +404,7 @@ NB_MODULE(_runtime, m) {
            "The outputs' dims for inputs given as (element type, array) or None; -1 where data decides.")
       .def("run", &Session::run, nb::arg("inputs"), nb::arg("outputs"), nb::arg("copied"),
            "Runs, and returns (dims, data) of the outputs numbered `copied`.")
+      .def("memory", &Session::memory, nb::arg("bytes"), "Memory for an output, that of one that is gone if there is any.")
       .def("seed", &Session::seed, nb::arg("seed"))
       .def("data_sizes", &Session::data_sizes, "What data decided in the last run, by name.")
       .def("profile", &Session::profile, nb::arg("inputs"), nb::arg("rounds"),
