@@ -18,6 +18,7 @@ from .passes import PassLog
 from .report import Fused, Report
 from .symbolic import Dim, evaluate
 from .why import unfused
+from .window import Window
 
 if TYPE_CHECKING:
     from .lower import Lowered
@@ -86,6 +87,9 @@ def _fused(graph: gs.Graph) -> list[Fused]:
 def _title(node: gs.Node) -> str:
     if node.op == "Gemm":
         k, n = node.inputs[1].shape
+        if (text := node.attrs.get("window")) is not None:
+            window = Window.parse(text)
+            return f"convolution {'×'.join(map(str, window.kernel))}, {k // window.taps}→{n}"
         return f"GEMM {k}→{n}"
     if node.op == "Attention":
         dims = shape(node.inputs[0])

@@ -26,6 +26,7 @@ from .epilogue.program import EpilogueProgram, Kind, StepKind
 from .errors import InvalidModel
 from .export_attention import attention_nodes, input_names, output_names
 from .export_weights import stored
+from .export_window import convolution, window_rows
 from .files import atomic
 from .ir import DOMAIN, Tensor, copy_nodes, in_order
 
@@ -188,14 +189,21 @@ _Body = tuple[list[str], list[str], list[str], list[NodeProto]]
 
 
 def _gemm_body(functions: _Functions, node: gs.Node) -> _Body:
-    """Y… = epilogue(A @ W, operands…)."""
+    """Y… = epilogue(A @ W, operands…); with a window, of the rows that it makes of A."""
     program = EpilogueProgram.parse(node.attrs["epilogue"])
     inputs, outputs = _signature(["A", "W"], program)
     emitter = Emitter("product_")
-    acc = _as_accumulator(emitter, emitter.node("MatMul", *inputs[:2]), node.inputs[0], program)
+    text = node.attrs.get("window")
+    product = emitter.node("MatMul", *inputs[:2]) if text is None else convolution(emitter, inputs[:2], node, text)
+    acc = _as_accumulator(emitter, product, node.inputs[0], program)
     columns = int(node.inputs[1].shape[-1])
     nodes = emit_onnx(program, [acc, *inputs[2:]], outputs, "epilogue_", columns=columns, before=emitter.nodes)
-    return _words(program), inputs, outputs, nodes
+    return ([] if text is None else ["conv"]) + _words(program), inputs, outputs, nodes
+
+
+def _window_body(functions: _Functions, node: gs.Node) -> _Body:
+    """The rows of the windows of X."""
+    return [], ["X"], ["rows"], window_rows(node, "X", "rows")
 
 
 def _attention_body(functions: _Functions, node: gs.Node) -> _Body:
@@ -245,6 +253,7 @@ def _map_body(functions: _Functions, node: gs.Node) -> _Body:
 
 _BODIES: dict[str, Callable[[_Functions, gs.Node], _Body]] = {
     "Gemm": _gemm_body,
+    "Window": _window_body,
     "Attention": _attention_body,
     "RowMoments": _row_moments_body,
     "Map": _map_body,

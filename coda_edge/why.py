@@ -10,6 +10,7 @@ from . import frontend
 from .ir import DOMAIN, ELEMENTWISE, VIEWS, Tensor, made_by, producer, same_shape, shape
 from .passes import PassLog
 from .report import Unfused
+from .window import rows_shape
 
 _ROW_STATISTICS = ("RowMoments", "ReduceMean", "ReduceSum", "ReduceMax", "ReduceSumSquare")
 _FUSED = ("Gemm", "Attention")
@@ -64,7 +65,7 @@ def _behind_gemm(inside: list[gs.Node], name: str, gemm: gs.Node) -> str:
         reader = _first_reader(inside, read)
     if reader.op not in ELEMENTWISE and reader.op not in _ROW_STATISTICS:
         return f"{reader.op} of '{name}' is no step of an epilogue"
-    tile = (*shape(gemm.inputs[0])[:-1], shape(gemm.inputs[1])[-1])
+    tile = (*rows_shape(shape(gemm.inputs[0]), gemm.attrs.get("window"))[:-1], shape(gemm.inputs[1])[-1])
     if same_shape(shape(read), (*tile[:-1], 1)):
         return f"'{name}' is a statistic of whole rows, which the GEMM before knows only when it is done"
     dims, rows = (f"[{', '.join(map(str, d))}]" for d in (shape(read), tile))

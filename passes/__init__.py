@@ -8,6 +8,7 @@ import onnx_graphsurgeon as gs
 
 from . import (
     absorb_norm,
+    absorb_window,
     attention,
     choose_rows,
     fuse_map,
@@ -37,6 +38,7 @@ PIPELINE: tuple[Pass, ...] = (
     rotary.PASS,
     merge_gates.PASS,
     merge_projections.PASS,
+    absorb_window.PASS,
     fuse_map.PASS,
 )
 

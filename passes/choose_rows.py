@@ -31,6 +31,7 @@ from coda_edge.ir import (
     consumers,
     in_order,
     is_output,
+    made_by,
     producer,
     remove_dead,
     set_shape,
@@ -209,6 +210,8 @@ def _product(node: gs.Node, axis: int) -> Axes:
     rank = len(shape(node.outputs[0]))
     if constant_value(node.inputs[1]) is None or len(left) < 2 or len(right) < 2 or axis == rank - 1:
         return None
+    if made_by(node.inputs[0], "Window") is not None:
+        return None  # its kernel makes the rows, of places next to each other
     if axis == rank - 2:
         return [len(left) - 2, None]
     return _pointwise(node, axis)

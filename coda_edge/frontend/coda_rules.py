@@ -9,6 +9,7 @@ import onnx
 
 from ..epilogue.program import EpilogueProgram, Kind, Output
 from ..symbolic import Dim, divide, simplify
+from ..window import rows_shape
 from .shape_rules import broadcast
 from .shapes import Call, Type, shape_rule
 
@@ -26,7 +27,7 @@ _DTYPES: dict[str, Any] = {
 
 @shape_rule("Gemm", domain="coda")
 def _gemm(call: Call) -> list[Type]:
-    a, w = call.shape(0), call.shape(1)
+    a, w = rows_shape(call.shape(0), call.attr("window")), call.shape(1)
     call.equate(a[-1], w[0])
     if not isinstance(w[1], int):
         raise call.error("the weight's width must be fixed")
@@ -46,6 +47,11 @@ def _stored(call: Call, program: EpilogueProgram, output: Output, rows: tuple[Di
     if heads is None or len(rows) != 2:
         raise call.error(f"output '{output.name}' cannot be stored as heads of {output.heads}")
     return (rows[0], heads, rows[1], output.heads)
+
+
+@shape_rule("Window", domain="coda")
+def _window(call: Call) -> list[Type]:
+    return [(call.dtype(), rows_shape(call.shape(), call.attr("window")))]
 
 
 @shape_rule("Attention", domain="coda")

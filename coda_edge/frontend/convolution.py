@@ -6,8 +6,9 @@ Of three ways to gather, the first that applies is taken:
 
 1. A 1×1 kernel: the rows are there already.
 2. Patches (kernel equals stride, no padding, no dilation): a Reshape, cut to whole patches.
-3. Few taps: the padded input, sliced once for each tap, joined along the channels. Only while the rows are at most
-   ``GATHERED`` times as large as the input; beyond that the convolution keeps its own kernel.
+3. Any other window: a ``coda.Window``, which the product's kernel does as it goes.
+
+What is not float32 keeps its own kernel in the third case, and so does padding that depends on a dynamic size.
 
 Source: ONNX operator Conv, opsets 1 to 22.
 """
@@ -15,39 +16,17 @@ Source: ONNX operator Conv, opsets 1 to 22.
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass
 
 import numpy as np
+import onnx_graphsurgeon as gs
 
 from .. import ir
 from ..symbolic import Dim
+from ..weights import arranged
+from ..window import Window
 from .builder import Builder, decomposition
 from .sizes import TO_END
-
-#: The most times that gathered rows may be larger than the input.
-GATHERED = 4
-# Each tap is an operand of a Concat.
-_MOST_TAPS = 64
-
-
-@dataclass(frozen=True)
-class _Window:
-    """What a Conv does along each spatial axis."""
-
-    kernel: tuple[int, ...]
-    strides: tuple[int, ...]
-    dilations: tuple[int, ...]
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-
-    @property
-    def padded(self) -> bool:
-        return any((*self.before, *self.after))
-
-    @property
-    def taps(self) -> int:
-        return math.prod(self.kernel)
 
 
 @dataclass(frozen=True)
@@ -72,15 +51,16 @@ def _conv(b: Builder) -> ir.Tensor | None:
     if gathered is None:
         return None
     order = (*range(2, weight.ndim), 1, 0) if gathered.taps_first else (*range(1, weight.ndim), 0)
-    matrix = np.ascontiguousarray(weight.transpose(order)).reshape(-1, weight.shape[0])
-    y = b("MatMul", gathered.rows, b.editor.constant(f"{b.node.inputs[1].name}.matrix", matrix))
+    name, source = f"{b.node.inputs[1].name}.matrix", b.node.inputs[1]
+    matrix = arranged(b.editor, name, source, lambda w: w.transpose(order).reshape(-1, weight.shape[0]))
+    y = b("MatMul", gathered.rows, matrix)
     bias = b.input(2)
     y = y if bias is None else b("Add", y, bias)
     y = y if gathered.grid is None else b("Reshape", y, _target(b, [0, *gathered.grid, weight.shape[0]]))
     return b("Transpose", y, perm=[0, b.rank() - 1, *range(1, b.rank() - 1)])
 
 
-def _window(b: Builder, kernel: tuple[int, ...]) -> _Window | None:
+def _window(b: Builder, kernel: tuple[int, ...]) -> Window | None:
     """The window of a Conv; None where its padding depends on a dynamic size."""
     count = len(kernel)
     strides = tuple(b.attr("strides", None) or [1] * count)
@@ -89,7 +69,7 @@ def _window(b: Builder, kernel: tuple[int, ...]) -> _Window | None:
     if auto in ("NOTSET", "VALID"):
         pads = b.attr("pads", None) if auto == "NOTSET" else None
         pads = pads or [0] * (2 * count)
-        return _Window(kernel, strides, dilations, tuple(pads[:count]), tuple(pads[count:]))
+        return Window(kernel, strides, dilations, tuple(pads[:count]), tuple(pads[count:]))
     totals = []
     for dim, size, stride, dilation in zip(ir.shape(b.node.inputs[0])[2:], kernel, strides, dilations, strict=True):
         reach = dilation * (size - 1) + 1
@@ -100,20 +80,21 @@ def _window(b: Builder, kernel: tuple[int, ...]) -> _Window | None:
         else:
             return None
     less, more = tuple(t // 2 for t in totals), tuple(t - t // 2 for t in totals)
-    return _Window(kernel, strides, dilations, *((less, more) if auto == "SAME_UPPER" else (more, less)))
+    return Window(kernel, strides, dilations, *((less, more) if auto == "SAME_UPPER" else (more, less)))
 
 
-def _rows(b: Builder, window: _Window) -> _Rows | None:
-    """What the weights multiply; None if that would be too large."""
+def _rows(b: Builder, window: Window) -> _Rows | None:
+    """What the weights multiply; None if no kernel gathers it."""
     one = all(k == 1 for k in window.kernel)
     if one and not window.padded:
         return _Rows(_strided(b, _channels_last(b, b.node.inputs[0]), window.strides), True)
     whole = window.kernel == window.strides and all(d == 1 for d in window.dilations)
     if whole and not window.padded:
         return _patches(b, window)
-    if window.taps > _MOST_TAPS or window.taps > GATHERED * math.prod(window.strides):
+    x = b.node.inputs[0]
+    if np.dtype(b.dtype) != np.float32 or isinstance(x, gs.Constant) or min(*window.before, *window.after) < 0:
         return None
-    return _Rows(_gathered(b, window), True)
+    return _Rows(b("Window", _channels_last(b, x), domain=ir.DOMAIN, window=str(window)), True)
 
 
 def _channels_last(b: Builder, x: ir.Tensor) -> ir.Tensor:
@@ -127,7 +108,7 @@ def _strided(b: Builder, x: ir.Tensor, strides: tuple[int, ...]) -> ir.Tensor:
     return b("Slice", x, [0] * len(axes), [TO_END] * len(axes), axes, list(strides))
 
 
-def _patches(b: Builder, window: _Window) -> _Rows:
+def _patches(b: Builder, window: Window) -> _Rows:
     """``[batch, channels, *(n·k)]`` as ``[batch, ∏n, channels·∏k]``."""
     x, channels = b.node.inputs[0], int(b.node.inputs[1].shape[1])
     count = len(window.kernel)
@@ -155,18 +136,3 @@ def _target(b: Builder, dims: list[Dim | ir.Tensor]) -> ir.Tensor:
     if all(isinstance(d, int) for d in dims):
         return b.tensor([d for d in dims if isinstance(d, int)])
     return b("Concat", *([d] if isinstance(d, int) else d for d in dims), axis=0)
-
-
-def _gathered(b: Builder, window: _Window) -> ir.Tensor:
-    """The input under each tap, joined along the channels."""
-    x = _channels_last(b, b.node.inputs[0])
-    if window.padded:
-        x = b("Pad", x, [0, *window.before, 0, 0, *window.after, 0], b.editor.constant("zero", np.zeros((), b.dtype)))
-    axes = list(range(1, len(window.kernel) + 1))
-    parts = []
-    for tap in itertools.product(*map(range, window.kernel)):
-        starts = [t * d for t, d in zip(tap, window.dilations, strict=True)]
-        left = [(k - 1 - t) * d for t, k, d in zip(tap, window.kernel, window.dilations, strict=True)]
-        ends = [-e if e else TO_END for e in left]
-        parts.append(b("Slice", x, starts, ends, axes, list(window.strides)))
-    return parts[0] if len(parts) == 1 else b("Concat", *parts, axis=b.rank() - 1)

@@ -1,8 +1,8 @@
-"""Transposes that cancel through elementwise operators and reductions.
+"""Transposes that cancel through elementwise operators, reductions, and operators that cut, join and pad.
 
 ``T₂(f(T₁(a), T₁(b), c))`` is ``f(a, b, T₂(c))`` where T₂ undoes T₁ and ``f`` is any tree of elementwise operators with
-constants ``c``, and of reductions that keep their axes: a norm over channels that come first is
-one over channels that come last, never the other way. It happens only if every leaf that is no constant cancels, so it never adds a transpose.
+constants ``c``, of reductions that keep their axes (a norm over channels that come first is
+one over channels that come last, never the other way), and of Slice, Concat and Pad. It happens only if every leaf that is no constant cancels, so it never adds a transpose.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from .builder import Builder, decomposition
 # Operators between two transposes: a norm, an activation and a residual or two.
 _MOST_NODES = 64
 _REDUCTIONS = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd")
+_MOVING = ("Slice", "Concat", "Pad")
+# Which input of an operator says the axes that it works on.
+_AXES = {**dict.fromkeys(_REDUCTIONS, 1), "Slice": 3}
 
 
 @decomposition("Transpose")
@@ -23,7 +26,7 @@ def _cancelled(b: Builder) -> ir.Tensor | None:
     x = b.node.inputs[0]
     perm = list(b.attr("perm", None) or range(b.rank())[::-1])
     source = ir.producer(x)
-    if source is None or source.op not in ir.ELEMENTWISE:
+    if source is None or not (source.op in ir.ELEMENTWISE or source.op in _MOVING):
         return None
     undone = [perm.index(axis) for axis in range(len(perm))]
     tree = _tree(source, undone)
@@ -31,12 +34,22 @@ def _cancelled(b: Builder) -> ir.Tensor | None:
         return None
     made: dict[str, ir.Tensor] = {}
     for node in tree:
-        operands = [_operand(b, t, made, perm) for t in node.inputs]
-        if node.op in _REDUCTIONS:
-            axes = ir.constant_value(node.inputs[1])
+        data = len(_data(node))
+        operands = [*(_operand(b, t, made, perm) for t in node.inputs[:data]), *node.inputs[data:]]
+        attrs = dict(node.attrs)
+        if node.op in _AXES:
+            at = _AXES[node.op]
+            axes = ir.constant_value(node.inputs[at])
             assert axes is not None
-            operands[1] = b.tensor(sorted(perm.index(a) for a in axes.tolist()))
-        made[node.outputs[0].name] = b(node.op, *operands, **node.attrs)
+            turned = [perm.index(a % len(perm)) for a in axes.tolist()]
+            operands[at] = b.tensor(sorted(turned) if node.op in _REDUCTIONS else turned)
+        elif node.op == "Concat":
+            attrs["axis"] = perm.index(int(attrs["axis"]) % len(perm))
+        elif node.op == "Pad":
+            pads = ir.constant_value(node.inputs[1])
+            assert pads is not None
+            operands[1] = b.tensor([int(side[a]) for side in pads.reshape(2, -1) for a in perm])
+        made[node.outputs[0].name] = b(node.op, *operands, **attrs)
     return made[x.name]
 
 
@@ -51,7 +64,7 @@ def _tree(root: gs.Node, undone: list[int]) -> list[gs.Node] | None:
         seen.add(id(node))
         if len(seen) > _MOST_NODES or len(node.outputs) != 1 or node.domain:
             return False
-        for tensor in node.inputs:
+        for tensor in _data(node):
             if isinstance(tensor, gs.Constant):
                 continue
             source = ir.producer(tensor)
@@ -60,7 +73,7 @@ def _tree(root: gs.Node, undone: list[int]) -> list[gs.Node] | None:
             if source.op == "Transpose" and not source.domain:
                 if list(source.attrs.get("perm", ())) != undone:
                     return False
-            elif not (source.op in ir.ELEMENTWISE or _turns(source, undone)) or not visit(source):
+            elif not _turns(source, undone) or not visit(source):
                 return False
         order.append(node)
         return True
@@ -68,12 +81,30 @@ def _tree(root: gs.Node, undone: list[int]) -> list[gs.Node] | None:
     return order if visit(root) else None
 
 
+def _data(node: gs.Node) -> list[ir.Tensor]:
+    """The inputs that are transposed."""
+    alone = node.op in _AXES or node.op == "Pad"
+    return node.inputs[:1] if alone else node.inputs
+
+
 def _turns(node: gs.Node, undone: list[int]) -> bool:
-    """Whether ``node`` reduces axes that are known and stay as 1; of the last axis only if it is the last one afterwards too."""
+    """Whether ``node`` does the same along other axes. Reduced axes must be known and stay as 1, the last one only if it stays last."""
+    if node.op in ir.ELEMENTWISE:
+        return True
+    if node.op in ("Slice", "Concat", "Pad"):
+        return node.op == "Concat" or _is_static(node)
     kept = node.op in _REDUCTIONS and node.attrs.get("keepdims", 1) and len(node.inputs) == 2
     axes = ir.constant_value(node.inputs[1]) if kept else None
     last = len(undone) - 1
     return axes is not None and (last not in axes or last in [undone[a] for a in axes.tolist()])
+
+
+def _is_static(node: gs.Node) -> bool:
+    """Whether a Slice says which axes it cuts, or a Pad by how much it pads each axis."""
+    if node.op == "Slice":
+        return len(node.inputs) > 3 and ir.constant_value(node.inputs[3]) is not None
+    pads = ir.constant_value(node.inputs[1])
+    return pads is not None and pads.size == 2 * len(ir.shape(node.inputs[0])) and len(node.inputs) < 4
 
 
 def _operand(b: Builder, tensor: ir.Tensor, made: dict[str, ir.Tensor], perm: list[int]) -> ir.Tensor:

@@ -9,7 +9,8 @@ from ..epilogue.program import EpilogueProgram
 from ..errors import ShapeError
 from ..ir import constant_value, shape
 from ..weights import weight_of
-from .gemm import lower_gemm
+from ..window import Window, rows_shape
+from .gemm import Windows, lower_gemm
 from .kernel import KernelCall
 from .pointwise import product
 from .problems import gemm_problem
@@ -18,12 +19,14 @@ from .registry import Context, kernel
 
 @kernel("Gemm")
 def lower_gemm_node(node: gs.Node, context: Context) -> list[KernelCall]:
-    """``coda.Gemm``: rows are all leading dimensions of A together."""
+    """``coda.Gemm``: rows are all leading dimensions of A, or of its windows, together."""
     a, weight, *operands = node.inputs
     value = constant_value(weight)
     if value is None or value.ndim != 2 or value.dtype != np.float32:
         raise ShapeError(f"Gemm (node '{node.name}') needs constant float32 weights [K, N], found '{weight.name}'")
-    dims = shape(a)
+    window = node.attrs.get("window")
+    dims = rows_shape(shape(a), window)
+    windows = None if window is None else Windows(Window.parse(window), shape(a)[0], shape(a)[1:-1])
     return [
         lower_gemm(
             context.target,
@@ -37,5 +40,6 @@ def lower_gemm_node(node: gs.Node, context: Context) -> list[KernelCall]:
             dims[-2],
             context.schedules.gemm(gemm_problem(node, context.target)),
             source=tuple(node.attrs.get("source", ())),
+            windows=windows,
         )
     ]
