@@ -16,12 +16,12 @@ from coda_edge.session import Session, StepProfile
 from coda_edge.verify import ort_session, relative_error
 
 from .peers import Call, Feeds, Peer
-from .roofs import Roofs, roofs
+from .roofs import Roofs, sampling
 
 OURS = "coda-edge"
+_KERNELS, _MACHINE = "kernels", "machine"
 #: An engine that is further from the reference than this answers something else, and its time counts for nothing.
 WRONG = 0.1
-_PROFILED = 5
 _ROUNDS = (5, 15)
 _LEAST_CALLS = 2
 # An engine so many times slower than ours is measured in few rounds.
@@ -48,6 +48,19 @@ class Engine:
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """One kernel call of a run, as ``session.StepProfile`` has it; ``ns``: the median of all profiles, ``best_ns``: the least."""
+
+    name: str
+    kernel: str
+    source: str
+    ns: float
+    best_ns: float
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Measured:
     """``engines``: ours first. ``flops`` and ``bytes`` are those of all ``kernels`` together."""
 
@@ -56,7 +69,7 @@ class Measured:
     rounds: int
     roofs: Roofs
     engines: Sequence[Engine]
-    kernels: Sequence[StepProfile] = field(default=())
+    kernels: Sequence[Kernel] = field(default=())
 
     @property
     def ours(self) -> Engine:
@@ -119,10 +132,7 @@ def measure(
 
     ``seconds``: about how long, of which ``rounds`` follow unless they are given.
     """
-    with Session(bundle, threads=threads) as session:
-        target = session.metadata["target"]
-        level = target if target.startswith("x86-64-") else "native"
-        before = roofs(threads, level)
+    with Session(bundle, threads=threads) as session, sampling(threads, _level(session)) as machine:
         calls: dict[str, Call] = {OURS: lambda: session.run(None, feeds)}
         reasons = dict(absent)
         for name, (peer, folder) in peers.items():
@@ -140,28 +150,47 @@ def measure(
             once[name] = time.perf_counter() - start
         slow = [name for name in calls if once[name] > _SLOW * once[OURS]]
         quick = {name: call for name, call in calls.items() if name not in slow}
-        count = rounds or _rounds(once, list(quick), seconds)
-        times = blocks(quick, count, progress, least=_LEAST_CALLS)
+        count = rounds or _rounds([once[name] for name in (*quick, OURS)], seconds)
+        profiles: list[list[StepProfile]] = []
+        # Our kernels and the machine itself have their turns too: what they reach drifts with the machine as all else does.
+        beside: dict[str, Callable[[], object]] = {
+            _KERNELS: lambda: profiles.append(session.profile(feeds)),
+            _MACHINE: machine.sample,
+        }
+        times = blocks({**quick, **beside}, count, progress, least=_LEAST_CALLS)
         engines = [_engine(name, times, errors[name]) for name in quick]
         for name in slow:
             apart = {OURS: calls[OURS], name: calls[name]}
             engines.append(_engine(name, blocks(apart, _SLOW_ROUNDS, block=0.0, least=1), errors[name]))
-        time.sleep(PAUSE_SECONDS)
-        session.run(None, feeds)
-        kernels = session.profile(feeds, _PROFILED)
-    after = roofs(threads, level)
-    best = Roofs(
-        threads,
-        max(before.flops, after.flops),
-        max(before.memory, after.memory),
-        max(before.cache, after.cache),
-    )
     engines += [Engine(name, reason=reason) for name, reason in reasons.items()]
-    return Measured(title, threads, count, best, engines, kernels)
+    return Measured(title, threads, count, machine.best(), engines, _kernels(profiles))
 
 
-def _rounds(once: Mapping[str, float], names: Sequence[str], seconds: float) -> int:
-    one = sum(PAUSE_SECONDS + once[n] + max(BLOCK_SECONDS, _LEAST_CALLS * once[n]) for n in names)
+def _level(session: Session) -> str:
+    """The instruction set that the bundle was built for, as a compiler names it."""
+    target = session.metadata["target"]
+    return target if target.startswith("x86-64-") else "native"
+
+
+def _kernels(profiles: Sequence[Sequence[StepProfile]]) -> list[Kernel]:
+    """Each step of the plan over all profiles."""
+    return [
+        Kernel(
+            steps[0].name,
+            steps[0].kernel,
+            steps[0].source,
+            ns=float(np.median([step.ns for step in steps])),
+            best_ns=min(step.ns for step in steps),
+            flops=steps[0].flops,
+            bytes=steps[0].bytes,
+        )
+        for steps in zip(*profiles, strict=True)
+    ]
+
+
+def _rounds(once: Sequence[float], seconds: float) -> int:
+    """As many as ``seconds`` allow, of contenders whose calls take ``once``, and the machine's own turn."""
+    one = sum(PAUSE_SECONDS + call + max(BLOCK_SECONDS, _LEAST_CALLS * call) for call in (*once, 0.0))
     return int(np.clip(seconds / one, *_ROUNDS))
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,9 +23,11 @@ import numpy.typing as npt
 _ROUNDS = 2_000_000
 _ALIGNMENT = 64
 # Of one thread: far beyond any last-level cache that it might have alone, and within any second-level one.
-_MEMORY_BYTES = 1 << 28
+_MEMORY_BYTES = 1 << 27
 _CACHE_BYTES = 1 << 17
-_READ_BYTES = 1 << 28
+_READ_BYTES = 1 << 27
+
+Work = Callable[[int], int]
 
 
 @dataclass(frozen=True)
@@ -38,59 +40,76 @@ class Roofs:
     cache: float
 
 
-def roofs(threads: int, level: str = "native", tries: int = 7) -> Roofs:
-    """All of them: the best of ``tries``, tens of milliseconds each. ``level``: as for ``fma_peak``."""
-    memory, cache = (_read(threads, tries, size) for size in (_MEMORY_BYTES, _CACHE_BYTES))
-    return Roofs(threads, fma_peak(threads, tries, level), memory, cache)
+class Sampler:
+    """The machine, tried again and again: ``sample`` takes tens of milliseconds, ``best`` is the best of all."""
+
+    def __init__(self, threads: int, works: Mapping[str, Work], pool: ThreadPoolExecutor) -> None:
+        self._threads, self._works, self._pool = threads, works, pool
+        self._best = dict.fromkeys(works, 0.0)
+
+    def sample(self) -> None:
+        for name, work in self._works.items():
+            start = time.perf_counter()
+            done = sum(self._pool.map(work, range(self._threads)))
+            self._best[name] = max(self._best[name], done / (time.perf_counter() - start))
+
+    def best(self) -> Roofs:
+        return Roofs(self._threads, **self._best)
 
 
-def fma_peak(threads: int, tries: int = 7, level: str = "native") -> float:
-    """FLOP/s of fused multiply-adds on ``threads`` threads together: the best of ``tries``, tens of milliseconds each.
-
-    ``level``: of the instruction set, as the compiler's ``-march`` names it.
-    """
-    with _compiled("fma_peak.c", level) as library:
-        kernel = library.fma_peak
-        kernel.restype = ctypes.c_int64
-        kernel.argtypes = [ctypes.c_int64, ctypes.c_void_p]
-
-        def work(_: int) -> int:
-            sink = np.array([0.999, 0.001, 0.0], np.float32)
-            return int(kernel(_ROUNDS, sink.ctypes.data))
-
-        return _best(work, threads, tries)
+@contextmanager
+def sampling(threads: int, level: str = "native") -> Iterator[Sampler]:
+    """Samples what ``threads`` threads do together. ``level``: the instruction set of the arithmetic, as ``-march`` names it."""
+    with _compiled("fma_peak.c", level) as arithmetic, _compiled("read_stream.c") as reading:
+        works = {
+            "flops": _multiply_adds(arithmetic),
+            "memory": _reads(reading, threads, _MEMORY_BYTES),
+            "cache": _reads(reading, threads, _CACHE_BYTES),
+        }
+        with ThreadPoolExecutor(threads) as pool:
+            yield Sampler(threads, works, pool)
 
 
-def _read(threads: int, tries: int, size: int) -> float:
-    """Bytes/s that ``threads`` threads read together, each from ``size`` bytes of its own."""
-    with _compiled("read_stream.c") as library:
-        kernel = library.read_stream
-        kernel.restype = ctypes.c_float
-        kernel.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-        data = [_aligned(size // 4) for _ in range(threads)]
+def fma_peak(threads: int, tries: int = 7) -> float:
+    """FLOP/s of fused multiply-adds on ``threads`` threads together: the best of ``tries``."""
+    with sampling(threads) as machine:
+        for _ in range(tries):
+            machine.sample()
+        return machine.best().flops
 
-        def work(thread: int) -> int:
-            rounds = max(_READ_BYTES // size, 1)
-            kernel(data[thread].ctypes.data, size // 4, rounds)
-            return rounds * size
 
-        return _best(work, threads, tries)
+def _multiply_adds(library: ctypes.CDLL) -> Work:
+    """Does multiply-adds and gives the number of floating-point operations."""
+    kernel = library.fma_peak
+    kernel.restype = ctypes.c_int64
+    kernel.argtypes = [ctypes.c_int64, ctypes.c_void_p]
+
+    def work(_: int) -> int:
+        sink = np.array([0.999, 0.001, 0.0], np.float32)
+        return int(kernel(_ROUNDS, sink.ctypes.data))
+
+    return work
+
+
+def _reads(library: ctypes.CDLL, threads: int, size: int) -> Work:
+    """Reads and gives the number of bytes; each thread has ``size`` bytes of its own."""
+    kernel = library.read_stream
+    kernel.restype = ctypes.c_float
+    kernel.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    data = [_aligned(size // 4) for _ in range(threads)]
+    rounds = max(_READ_BYTES // size, 1)
+
+    def work(thread: int) -> int:
+        kernel(data[thread].ctypes.data, size // 4, rounds)
+        return rounds * size
+
+    return work
 
 
 def _aligned(count: int) -> npt.NDArray[np.float32]:
     raw = np.ones(count + _ALIGNMENT // 4, np.float32)
     skip = -raw.ctypes.data % _ALIGNMENT // 4
     return raw[skip : skip + count]
-
-
-def _best(work: Callable[[int], int], threads: int, tries: int) -> float:
-    best = 0.0
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(tries):
-            start = time.perf_counter()
-            done = sum(pool.map(work, range(threads)))
-            best = max(best, done / (time.perf_counter() - start))
-    return best
 
 
 @contextmanager

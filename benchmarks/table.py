@@ -9,9 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from coda_edge.session import StepProfile
-
-from .measure import Engine, Measured
+from .measure import Engine, Kernel, Measured
 from .suite import CASES
 
 Results = Mapping[str, Sequence[Measured]]
@@ -19,28 +17,39 @@ Results = Mapping[str, Sequence[Measured]]
 
 @dataclass(frozen=True)
 class Group:
-    """Calls of kernels that do the same on the same sizes: how many, and all together ``ns``, ``flops`` and ``bytes``."""
+    """Calls of kernels that do the same on the same sizes: how many, and all together ``ns``, ``flops`` and ``bytes``.
+
+    ``best_ns``: if each took as long as the quickest of them at its best.
+    """
 
     name: str
     calls: int
     ns: float
+    best_ns: float
     flops: int
     bytes: int
 
 
-def groups(kernels: Sequence[StepProfile]) -> list[Group]:
+def groups(kernels: Sequence[Kernel]) -> list[Group]:
     """The kernels, alike ones together, longest first."""
-    found: dict[tuple[str, int, int], list[StepProfile]] = {}
+    found: dict[tuple[str, int, int], list[Kernel]] = {}
     for step in kernels:
         found.setdefault((step.kernel, step.flops, step.bytes), []).append(step)
     merged = [
-        Group(_label(steps[0]), len(steps), sum(s.ns for s in steps), len(steps) * flops, len(steps) * moved)
+        Group(
+            _label(steps[0]),
+            len(steps),
+            ns=sum(s.ns for s in steps),
+            best_ns=len(steps) * min(s.best_ns for s in steps),
+            flops=len(steps) * flops,
+            bytes=len(steps) * moved,
+        )
         for (_, flops, moved), steps in found.items()
     ]
     return sorted(merged, key=lambda g: -g.ns)
 
 
-def _label(step: StepProfile) -> str:
+def _label(step: Kernel) -> str:
     """The step's name; where it says no more than the kind of kernel, with the last of the nodes that it computes."""
     last = step.source.rpartition(", ")[2]
     return f"{step.name} {last}" if last and step.kernel.startswith(f"{step.name}_") else step.name
@@ -135,7 +144,7 @@ def _kernels(measured: Measured) -> Table:
             f"{g.ns / 1e3:.0f}",
             f"{g.ns / total:.1%}",
             f"{rate:.1f}",
-            f"{rate * 1e9 / measured.roofs.flops:.0%}",
+            f"{rate * 1e9 / measured.roofs.flops:.0%} ({g.flops / g.best_ns * 1e9 / measured.roofs.flops:.0%})",
             f"{traffic:.1f}",
             f"{traffic * 1e9 / measured.roofs.memory:.0%}",
         )

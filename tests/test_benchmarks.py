@@ -11,16 +11,15 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks import measure, networks, table, trial
-from benchmarks.measure import Engine, Measured
+from benchmarks.measure import Engine, Kernel, Measured
 from benchmarks.peers import Call, Feeds, peers
 from benchmarks.roofs import Roofs, fma_peak
-from coda_edge.session import StepProfile
 from coda_edge.verify import ort_session
 
 _KERNELS = (
-    StepProfile("layer.0.gemm", "k0", "", 3e6, 400_000_000, 2_000_000),
-    StepProfile("layer.0.attention", "k1", "", 1e6, 20_000_000, 1_000_000),
-    StepProfile("layer.1.gemm", "k0", "", 2e6, 400_000_000, 2_000_000),
+    Kernel("layer.0.gemm", "k0", "", 3e6, 2.5e6, 400_000_000, 2_000_000),
+    Kernel("layer.0.attention", "k1", "", 1e6, 1e6, 20_000_000, 1_000_000),
+    Kernel("layer.1.gemm", "k0", "", 2e6, 1.9e6, 400_000_000, 2_000_000),
 )
 
 
@@ -51,10 +50,10 @@ def test_the_best_engine_is_one_that_answers_right() -> None:
 
 def test_kernels_alike_are_one_group_and_the_longest_comes_first() -> None:
     assert table.groups(_KERNELS) == [
-        table.Group("layer.0.gemm", 2, 5e6, 800_000_000, 4_000_000),
-        table.Group("layer.0.attention", 1, 1e6, 20_000_000, 1_000_000),
+        table.Group("layer.0.gemm", 2, 5e6, 3.8e6, 800_000_000, 4_000_000),
+        table.Group("layer.0.attention", 1, 1e6, 1e6, 20_000_000, 1_000_000),
     ]
-    maps = [StepProfile("map", "map_0a", "a.Mul, a.Add", 1e3, 10, 40), StepProfile("map", "map_1b", "", 1e2, 10, 40)]
+    maps = [Kernel("map", "map_0a", "a.Mul, a.Add", 1e3, 1e3, 10, 40), Kernel("map", "map_1b", "", 1e2, 1e2, 10, 40)]
     assert [g.name for g in table.groups(maps)] == ["map a.Add", "map"]
 
 
@@ -74,10 +73,9 @@ def test_results_are_plain_values() -> None:
     assert stored["kernels"][1]["flops"] == 20_000_000
 
 
-def test_a_small_model_is_measured_in_turn_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_model_is_measured_in_turn_and_compared(tmp_path: Path) -> None:
     import coda_edge
 
-    monkeypatch.setattr(measure, "roofs", lambda threads, level: Roofs(threads, 1e11, 1e10, 1e11))
     model, feeds = _product(tmp_path), {"x": np.linspace(-1, 1, 3 * 16, dtype=np.float32).reshape(3, 16)}
     bundle = tmp_path / "model.coda"
     coda_edge.optimize(model, verify=False).save(bundle)
@@ -98,6 +96,8 @@ def test_a_small_model_is_measured_in_turn_and_compared(tmp_path: Path, monkeypa
     assert [(e.name, e.reason) for e in m.engines] == [("coda-edge", ""), ("onnxruntime", ""), ("mnn", "not here")]
     assert all(e.error < 1e-6 and e.best_ms <= e.ms for e in m.engines[:2])
     assert m.flops >= 2 * 3 * 16 * 8
+    assert all(0 < k.best_ns <= k.ns for k in m.kernels)
+    assert m.roofs.threads == 1 and min(m.roofs.flops, m.roofs.memory, m.roofs.cache) > 1e8
 
 
 def test_four_bits_are_what_onnxruntime_takes_them_for(tmp_path: Path) -> None:
