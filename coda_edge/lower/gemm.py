@@ -28,6 +28,7 @@ from ..window import Window
 from .gemm_items import Kernel
 from .gemm_rows import WindowShape, WindowSizes
 from .gemm_shape import GemmShape
+from .gemv import few_rows_scratch
 from .kernel import KernelCall, KernelSource, Packed, Workspace
 from .weights import WeightFormat
 
@@ -92,7 +93,7 @@ def lower_gemm(
         ints=(rows, *batches, *sizes),
         items=simplify(blocks * shape.groups),
         grain=schedule.grain,
-        scratch=simplify(4 * (lines + shape.scratch)),
+        scratch=simplify(4 * (lines + max(shape.scratch, few_rows_scratch(shape)))),
         finish=KernelSource(merge, lambda: Kernel(shape).merge(merge)) if count else None,
         outputs=tuple(outputs),
         flops=simplify(rows * (2 * n * k + program.flops(n))),

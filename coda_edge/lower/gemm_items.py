@@ -15,6 +15,7 @@ from .gemm_rows import MatrixRows, PackedRows, WindowRows
 from .gemm_rows import Rows as LeftRows
 from .gemm_shape import GemmShape
 from .gemm_tile import Part, Tile, TileRows
+from .gemv import few_rows, write_few_rows
 from .statistics import Panels
 from .weights import PackedWeight
 
@@ -50,7 +51,17 @@ class Kernel:
         return PackedRows(rows, self.scratch, shape.packed_at) if shape.packs else rows
 
     def items(self, symbol: str) -> tirx.PrimFunc:
-        """The kernel that does items: which panels, which rows, what the rows need ahead, then the tiles."""
+        """The kernel that does items, as many rows or few of them call for."""
+        few = few_rows(self.shape)
+        if few:
+            with self.body.when(self.rows <= index(few)):
+                write_few_rows(self)
+        with self.body.when(self.rows > index(few) if few else True):
+            self._many_rows()
+        return self.body.function(symbol, self.params)
+
+    def _many_rows(self) -> None:
+        """Items: which panels, which rows, what the rows need ahead, then the tiles."""
         shape, body = self.shape, self.body
         with body.loop(self.begin, self.end, "item") as item:
             if shape.rows_first:
@@ -70,7 +81,6 @@ class Kernel:
                 self._tiles(first, last, lambda rows: self._over_panels(begin, end, partial(self._whole_tile, rows)))
             else:
                 self._over_panels(begin, end, lambda panel, columns: self._panel(panel, columns, first, last))
-        return body.function(symbol, self.params)
 
     def merge(self, symbol: str) -> tirx.PrimFunc:
         """The kernel that makes whole rows' statistics of the panels'."""
@@ -99,8 +109,12 @@ class Kernel:
         return tirx.BufferLoad(self.operands[name], [shared(ramp(at, count), widen(self.rows_per_batch, count))])
 
     def _rows_ahead(self, first: Expr, last: Expr) -> None:
-        """What the block's rows of A need, and its hoisted row values, into scratch ``[value, row of the block]``."""
+        """What the block's rows of A need, and its hoisted row values."""
         self.left.prepare()
+        self.hoist(first, last)
+
+    def hoist(self, first: Expr, last: Expr) -> None:
+        """The hoisted row values of a block, into scratch ``[value, row of the block]``."""
         if not self.shape.hoisted:
             return
         vector = self.schedule.lanes

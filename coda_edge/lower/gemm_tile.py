@@ -57,6 +57,14 @@ class Part:
     last: bool = True
 
 
+def pieces(columns: Columns) -> list[tuple[Place, int, int]]:
+    """The vectors of a row of a panel: place, offset in the panel, lanes."""
+    size = columns.width >> columns.depth
+    return [
+        (Place(0, c, p), c * size + at, n) for c in range(columns.classes()) for p, (at, n) in enumerate(columns.parts)
+    ]
+
+
 class Tile:
     """One register tile: its K loop and its epilogue. ``converted``: the panel is in scratch."""
 
@@ -116,11 +124,7 @@ class Tile:
                 yield Place(i, place.cls, place.part), start + (i * width + offset)
 
     def _pieces(self) -> list[tuple[Place, int, int]]:
-        """The vectors of a row of the panel: place, offset in the panel, lanes."""
-        size = self.columns.width >> self.columns.depth
-        return [
-            (Place(0, c, p), c * size + at, n) for c in range(self.columns.classes()) for p, (at, n) in self._parts()
-        ]
+        return pieces(self.columns)
 
     def _lanes(self, place: Place) -> int:
         return self.columns.parts[place.part][1]

@@ -1,10 +1,10 @@
 """A GEMM of few rows: as when text is generated, reading the weights is all there is to it.
 
-A core reads memory fastest along several streams, since prefetchers follow each within its page only. So K is cut into ``STREAMS`` parts that
-are gone over side by side: they add to the same results, or to sets of their own where registers are left. What the rows of W or groups of
-them share is not applied to weights: a gain is multiplied to the rows of A ahead of the items, a factor and a zero point go once to the sum of
-a group, an offset once to the sum of all. Of words that hold several rows, each field is converted where it lies, 2ˢ times too large, and
-meets an element of A that is 2⁻ˢ times its value.
+A core reads memory fastest along several streams, since prefetchers follow each within its page only. So several panels are gone over side by
+side, and the parts into which K is cut: these add to the same results, or to sets of their own where registers are left. What the rows of W or
+groups of them share is not applied to weights: a gain is multiplied to the rows of A ahead of the items, a factor and a zero point go once to
+the sum of a group, an offset once to the sum of all. Of words that hold several rows, each field is converted where it lies, 2ˢ times too
+large, and meets an element of A that is 2⁻ˢ times its value.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tvm import tirx
 from ..epilogue.tir import Columns, Place
 from .body import Body, Buffer, Expr, Index, f32, index, lanes, load, shuffle, widen
 from .gemm_shape import GemmShape
-from .gemm_tile import Tile, TileRows
-from .weights import WeightFormat
+from .gemm_tile import Tile, TileRows, pieces
+from .weights import WeightFormat, WeightPanel
 
 if TYPE_CHECKING:
     from .gemm_items import Kernel
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 FEW = 4
 """Up to how many rows there are forms for."""
 STREAMS = 8
+PANELS = 4
+"""Streams along which weights are read, and how many panels they belong to at most."""
 _FORMS = (1, 2, 4)
 """Numbers of rows that have a form of their own; others take the next one, with the last row repeated."""
 _WORD = 32
@@ -34,31 +36,64 @@ _WORD = 32
 
 
 def few_rows(shape: GemmShape) -> int:
-    """Up to how many rows the kernel does by ``FewRows``, in one block; 0 where the rows are windows."""
+    """Up to how many rows the kernel does by ``write_few_rows``, in one block; 0 where the rows are windows."""
     return min(FEW, shape.schedule.block_rows) if shape.window is None else 0
 
 
 def few_rows_scratch(shape: GemmShape) -> int:
-    """float32 of scratch when rows are few: hoisted row values and the prepared rows of A."""
+    """float32 of scratch when rows are few: hoisted row values, the prepared rows of A, and sums that wait for the epilogue."""
+    return _waiting_at(shape) + PANELS * few_rows(shape) * shape.schedule.width
+
+
+def _waiting_at(shape: GemmShape) -> int:
     return shape.converted_at + (few_rows(shape) * _PreparedRows(shape).stride if _prepares(shape) else 0)
 
 
-def prepare_few_rows(kernel: Kernel) -> None:
-    """Writes to scratch what the items of a call share."""
-    if _prepares(kernel.shape):
-        with kernel.body.loop(0, kernel.rows, "row") as row:
-            _PreparedRows(kernel.shape).write(kernel, row)
-
-
-def few_rows_panel(kernel: Kernel, panel: Expr, columns: Columns) -> None:
-    """A panel for all rows, of which there are at most ``few_rows``."""
-    body, least = kernel.body, 0
-    for count in (form for form in _FORMS if form <= few_rows(kernel.shape)):
+def write_few_rows(kernel: Kernel) -> None:
+    """All items of a call with at most ``few_rows`` rows."""
+    body, shape, schedule = kernel.body, kernel.shape, kernel.schedule
+    kernel.hoist(index(0), kernel.rows)
+    if _prepares(shape):
+        with body.loop(0, kernel.rows, "row") as row:
+            _PreparedRows(shape).write(kernel, row)
+    whole, rest = divmod(shape.n, schedule.width)
+    begin = body.let(kernel.begin * schedule.panels, "first_panel")
+    end = body.let(kernel.end * schedule.panels, "last_panel")
+    least = 0
+    for count in (form for form in _FORMS if form <= few_rows(shape)):
         with body.when(tirx.And(kernel.rows > index(least), kernel.rows <= index(count))):
             rows = [index(0), *(body.let(tirx.min(index(i), kernel.rows - 1), "row") for i in range(1, count))]
             valid = [None if i <= least else index(i) < kernel.rows for i in range(count)]
-            FewRows(kernel, panel, columns, TileRows(index(0), index(1), index(0), rows, valid)).write()
+            tile_rows = TileRows(index(0), index(1), index(0), rows, valid)
+            if whole:
+                stop = body.let(tirx.min(end, index(whole)), "stop")
+                _panels(kernel, shape.columns(schedule.width), tile_rows, begin, stop)
+            if rest:
+                with body.when(end > index(whole)):
+                    _single(kernel, shape.columns(rest), tile_rows, index(whole), index(0))
+                    _Finish(kernel, index(whole), shape.columns(rest), tile_rows, index(0)).write()
         least = count
+
+
+def _panels(kernel: Kernel, columns: Columns, rows: TileRows, begin: Expr, stop: Expr) -> None:
+    """Whole panels: as many at a time as registers have room for, and what is left one by one."""
+    body, schedule = kernel.body, kernel.schedule
+    held = schedule.rows // len(rows.rows)
+    many = max(1, min(PANELS, 1 << max(held, 1).bit_length() - 1))
+    with body.loop(0, tirx.floordiv(stop - begin + (many - 1), index(many)), "step") as step:
+        first = body.let(begin + step * many, "first")
+        count = body.let(tirx.min(stop - first, index(many)), "count")
+        with body.when(count.equal(index(many))):
+            _Products(kernel, columns, rows, [first + i for i in range(many)]).write(index(0))
+        if many > 1:
+            with body.when(count < index(many)), body.loop(0, count, "slot") as slot:
+                _single(kernel, columns, rows, first + slot, slot)
+        with body.loop(0, count, "slot") as slot:
+            _Finish(kernel, body.let(first + slot, "panel"), columns, rows, slot).write()
+
+
+def _single(kernel: Kernel, columns: Columns, rows: TileRows, panel: Expr, slot: Expr) -> None:
+    _Products(kernel, columns, rows, [panel]).write(slot)
 
 
 def _prepares(shape: GemmShape) -> bool:
@@ -152,77 +187,123 @@ def _sum(body: Body, vector: Buffer, count: int) -> Expr:
     return value
 
 
-_Sums = dict[Place, Buffer]
-"""Sums of products, by their place in the tile."""
+_Sums = Sequence[dict[Place, Buffer]]
+"""Sums of products, of each panel by their place in the tile."""
 
 
-class FewRows(Tile):
-    """All rows of one panel."""
+class _Finish(Tile):
+    """The epilogue of a panel whose sums wait in scratch, as the ``slot``-th."""
+
+    def __init__(self, kernel: Kernel, panel: Expr, columns: Columns, rows: TileRows, slot: Expr) -> None:
+        super().__init__(kernel, panel, columns, rows)
+        self._slot = slot
+
+    def _begin(self) -> None:
+        for i in range(len(self.rows)):
+            for place, offset, n in self._pieces():
+                acc = self.acc[Place(i, place.cls, place.part)] = self.body.alloc(n, name="acc")
+                at = _waiting(self.kernel, len(self.rows), self._slot, i, offset)
+                self.body.store(acc, 0, load(self.kernel.scratch, at, n))
 
     def _multiply(self) -> None:
-        kernel, shape, body = self.kernel, self.shape, self.body
-        self._panel = kernel.weight.panel(body, self.panel, kernel.schedule.width, self.columns.width)
-        self._a, at = kernel.a, lambda row, offset: row * shape.k + offset
-        if _prepares(shape):
-            self._a, at = kernel.scratch, _PreparedRows(shape).at
-        self._starts = [body.let(at(row, 0), "start") for row in self.rows]
-        if _crossing(shape.format, shape.k):
-            with body.loop(0, shape.k, "k") as step:
-                self._add(self.acc, step, lambda offset, n: self._panel.load(step, offset, n))
-            return
-        if shape.format.groups(shape.k) > 1:
+        pass
+
+
+def _waiting(kernel: Kernel, rows: int, slot: Expr, row: int, offset: int) -> Expr:
+    """Where the sums of a row wait, from a column of the panel on."""
+    width = kernel.schedule.width
+    return slot * (rows * width) + (_waiting_at(kernel.shape) + row * width + offset)
+
+
+class _Products:
+    """The sums of products of all rows with some panels."""
+
+    def __init__(self, kernel: Kernel, columns: Columns, rows: TileRows, panels: Sequence[Expr]) -> None:
+        self.kernel = kernel
+        self.shape = kernel.shape
+        self.body = kernel.body
+        self.pieces = pieces(columns)
+        numbers = [kernel.body.let(p, "panel") for p in panels]
+        self.panels = [kernel.weight.panel(kernel.body, p, kernel.schedule.width, columns.width) for p in numbers]
+        self.a, at = kernel.a, self._in_place
+        if _prepares(self.shape):
+            self.a, at = kernel.scratch, _PreparedRows(self.shape).at
+        self.starts = [kernel.body.let(at(row, 0), "start") for row in rows.rows]
+        self.total = self._zeros()
+
+    def _in_place(self, row: Expr, offset: Index) -> Expr:
+        return row * self.shape.k + offset
+
+    def write(self, slot: Expr) -> None:
+        """The sums, to wait from the ``slot``-th place on."""
+        body, format, k = self.body, self.shape.format, self.shape.k
+        if _crossing(format, k):
+            with body.loop(0, k, "k") as step:
+                self._add(self.total, step, lambda panel, offset, n: panel.load(step, offset, n))
+        elif format.groups(k) > 1:
             self._by_groups()
         else:
             self._in_one_group()
-        self._shift()
+        shifted = format.shifted and not _crossing(format, k)
+        for p, i, place, offset, n in self._places():
+            value = load(self.total[p][place], 0, n)
+            if shifted:
+                total = load(self.a, self.starts[i] + (k + _PreparedRows(self.shape).groups))
+                value = value - widen(total, n) * self.panels[p].shift(offset, n)
+            body.store(self.kernel.scratch, _waiting(self.kernel, len(self.starts), slot + p, i, offset), value)
+
+    def _places(self) -> Iterator[tuple[int, int, Place, int, int]]:
+        """Panel, row, place, first column and number of columns of each vector of results."""
+        for p in range(len(self.panels)):
+            for i in range(len(self.starts)):
+                for place, offset, n in self.pieces:
+                    yield p, i, Place(i, place.cls, place.part), offset, n
 
     def _zeros(self) -> _Sums:
-        sums = {
-            Place(i, place.cls, place.part): self.body.alloc(n, name="acc")
-            for i in range(len(self.rows))
-            for place, _, n in self._pieces()
-        }
+        sums: list[dict[Place, Buffer]] = [{} for _ in self.panels]
+        for p, _, place, _, n in self._places():
+            sums[p][place] = self.body.alloc(n, name="acc")
         self._clear(sums)
         return sums
 
     def _clear(self, sums: _Sums) -> None:
-        for _, place, _, n in self._places():
-            self.body.store(sums[place], 0, widen(f32(0), n))
+        for p, _, place, _, n in self._places():
+            self.body.store(sums[p][place], 0, widen(f32(0), n))
 
-    def _places(self) -> Iterator[tuple[int, Place, int, int]]:
-        """Row, place, first column and number of columns of each vector of results."""
-        for i in range(len(self.rows)):
-            for place, offset, n in self._pieces():
-                yield i, Place(i, place.cls, place.part), offset, n
+    @property
+    def _streams(self) -> int:
+        """Parts of K that are gone over side by side."""
+        return STREAMS // len(self.panels)
 
     @property
     def _sets(self) -> int:
         """How many sets of sums registers hold."""
-        return max(1, self.kernel.schedule.rows * self.kernel.schedule.vectors // len(self.acc))
+        schedule = self.kernel.schedule
+        return max(1, schedule.rows * schedule.vectors // (len(self.panels) * len(self.starts) * len(self.pieces)))
 
     def _in_one_group(self) -> None:
         body, format = self.body, self.shape.format
         elements, rest = divmod(self.shape.k, format.rows_per_element)
-        sets = [self.acc, *(self._zeros() for _ in range(min(self._sets, STREAMS) - 1))]
-        each = elements // STREAMS
+        sets = [self.total, *(self._zeros() for _ in range(min(self._sets, self._streams) - 1))]
+        each = elements // self._streams
         with body.loop(0, each, "element") as element:
-            for stream in range(STREAMS):
+            for stream in range(self._streams):
                 self._element(sets[stream % len(sets)], body.let(element + stream * each, "at"))
-        with body.loop(each * STREAMS, elements, "element") as element:
-            self._element(self.acc, element)
+        with body.loop(each * self._streams, elements, "element") as element:
+            self._element(self.total, element)
         if rest:
-            self._element(self.acc, index(elements), rest)
-        for _, place, _, n in self._places():
+            self._element(self.total, index(elements), rest)
+        for p, i, place, offset, n in self._places():
+            total = self.total[p][place]
             for other in sets[1:]:
-                body.store(self.acc[place], 0, load(self.acc[place], 0, n) + load(other[place], 0, n))
-        if format.group or format.bias:
-            for i, place, offset, n in self._places():
-                body.store(self.acc[place], 0, self._shared(self.acc[place], i, index(0), offset, n))
+                body.store(total, 0, load(total, 0, n) + load(other[p][place], 0, n))
+            if format.group or format.bias:
+                body.store(total, 0, self._shared(self.total, p, i, place, index(0), offset, n))
 
     def _by_groups(self) -> None:
         body, format = self.body, self.shape.format
         groups, rest = divmod(self.shape.k, format.group)
-        streams = min(STREAMS, 1 << (self._sets.bit_length() - 1))
+        streams = min(self._streams, 1 << (self._sets.bit_length() - 1))
         sets = [self._zeros() for _ in range(streams)]
         each, elements = groups // streams, format.group // format.rows_per_element
         with body.loop(0, each, "group") as group:
@@ -244,54 +325,54 @@ class FewRows(Tile):
         if rest:
             self._element(sets[0], starts[0] + elements, rest)
         for sums, group in zip(sets, groups, strict=True):
-            for i, place, offset, n in self._places():
-                value = self._shared(sums[place], i, group, offset, n)
-                body.store(self.acc[place], 0, load(self.acc[place], 0, n) + value)
+            for p, i, place, offset, n in self._places():
+                value = self._shared(sums, p, i, place, group, offset, n)
+                body.store(self.total[p][place], 0, load(self.total[p][place], 0, n) + value)
 
-    def _shared(self, sums: Buffer, row: int, group: Expr, offset: int, count: int) -> Expr:
+    def _shared(self, sums: _Sums, panel: int, row: int, place: Place, group: Expr, offset: int, count: int) -> Expr:
         """What the products of a group come to with its zero point and factor."""
-        value = load(sums, 0, count)
-        zero, quantum = self._panel.zero(group, offset, count), self._panel.quantum(group, offset, count)
+        value, weights = load(sums[panel][place], 0, count), self.panels[panel]
+        zero, quantum = weights.zero(group, offset, count), weights.quantum(group, offset, count)
         if zero is not None:
-            total = load(self._a, self._starts[row] + (group + self.shape.k))
+            total = load(self.a, self.starts[row] + (group + self.shape.k))
             value = value - widen(zero, count) * widen(total, count)
         return value if quantum is None else value * quantum
 
-    def _shift(self) -> None:
-        """Takes off what each weight of a column is shifted by."""
-        for i, place, offset, n in self._places() if self.shape.format.shifted else ():
-            total = load(self._a, self._starts[i] + (self.shape.k + _PreparedRows(self.shape).groups))
-            value = load(self.acc[place], 0, n) - widen(total, n) * self._panel.shift(offset, n)
-            self.body.store(self.acc[place], 0, value)
-
     def _element(self, sums: _Sums, element: Expr, count: int | None = None) -> None:
         """Adds the products of an element's rows of W, or of the first ``count`` of them."""
-        body, format = self.body, self.shape.format
-        fields = format.rows_per_element
+        body, fields = self.body, self.shape.format.rows_per_element
         if fields == 1:
-            self._add(sums, element, lambda offset, n: self._panel.whole(element, offset, n))
+            self._add(sums, element, lambda panel, offset, n: panel.whole(element, offset, n))
             return
-        words = {offset: body.let(self._panel.words(element, offset, n), "words") for _, offset, n in self._pieces()}
+        words = {
+            (panel, offset): body.let(panel.words(element, offset, n), "words")
+            for panel in self.panels
+            for _, offset, n in self.pieces
+        }
         for field in range(count or fields):
             self._add(sums, element * fields + field, partial(self._field, words, field))
 
-    def _field(self, words: Mapping[int, Expr], field: int, offset: int, count: int) -> Expr:
+    def _field(
+        self, words: Mapping[tuple[WeightPanel, int], Expr], field: int, panel: WeightPanel, offset: int, count: int
+    ) -> Expr:
         """A field of words where it lies, as float32."""
         bits = self.shape.format.bits
-        shift = field * bits
+        shift, word = field * bits, words[panel, offset]
         if shift + bits == _WORD:
-            value = words[offset] >> widen(tirx.const(shift, "uint32"), count)
+            value = word >> widen(tirx.const(shift, "uint32"), count)
         else:
-            value = words[offset] & widen(tirx.const((1 << bits) - 1 << shift, "uint32"), count)
+            value = word & widen(tirx.const((1 << bits) - 1 << shift, "uint32"), count)
         # As int32, for which every processor has a conversion.
         lanes_ = "" if count == 1 else f"x{count}"
         return value.astype(f"int32{lanes_}").astype(f"float32{lanes_}")
 
-    def _add(self, sums: _Sums, row: Expr, weights: Callable[[int, int], Expr]) -> None:
-        """Adds the products of one row of W, of which ``weights(offset, count)`` are columns."""
+    def _add(self, sums: _Sums, row: Expr, weights: Callable[[WeightPanel, int, int], Expr]) -> None:
+        """Adds the products of one row of W, of which ``weights(panel, offset, count)`` are columns."""
         body = self.body
-        values = {offset: body.let(weights(offset, n), "w") for _, offset, n in self._pieces()}
-        elements = [body.let(load(self._a, start + row), "a") for start in self._starts]
-        for i, place, offset, n in self._places():
-            product = widen(elements[i], n) * values[offset]
-            body.store(sums[place], 0, load(sums[place], 0, n) + product)
+        elements = [body.let(load(self.a, start + row), "a") for start in self.starts]
+        for p, panel in enumerate(self.panels):
+            values = {offset: body.let(weights(panel, offset, n), "w") for _, offset, n in self.pieces}
+            for i, element in enumerate(elements):
+                for place, offset, n in self.pieces:
+                    acc = sums[p][Place(i, place.cls, place.part)]
+                    body.store(acc, 0, load(acc, 0, n) + widen(element, n) * values[offset])
