@@ -91,6 +91,9 @@ def _title(node: gs.Node) -> str:
             window = Window.parse(text)
             return f"convolution {'×'.join(map(str, window.kernel))}, {k // window.taps}→{n}"
         return f"GEMM {k}→{n}"
+    if node.op == "GroupedConv":
+        kernel = "×".join(map(str, Window.parse(node.attrs["window"]).kernel))
+        return f"convolution {kernel} in {node.attrs['group']} groups, {shape(node.inputs[0])[-1]}→{node.inputs[1].shape[1]}"
     if node.op == "Attention":
         dims = shape(node.inputs[0])
         return f"attention, {dims[1]} heads of {dims[3]}"

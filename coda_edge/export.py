@@ -253,6 +253,7 @@ def _map_body(functions: _Functions, node: gs.Node) -> _Body:
 
 _BODIES: dict[str, Callable[[_Functions, gs.Node], _Body]] = {
     "Gemm": _gemm_body,
+    "GroupedConv": _gemm_body,
     "Window": _window_body,
     "Attention": _attention_body,
     "RowMoments": _row_moments_body,

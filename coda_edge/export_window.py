@@ -31,6 +31,7 @@ def convolution(emitter: Emitter, inputs: Sequence[str], node: gs.Node, text: st
         strides=list(window.strides),
         dilations=list(window.dilations),
         pads=[*window.before, *window.after],
+        group=int(node.attrs.get("group", 1)),
     )
     return emitter.node("Transpose", y, perm=[0, *range(2, count + 2), 1])
 

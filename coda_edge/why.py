@@ -13,7 +13,7 @@ from .report import Unfused
 from .window import rows_shape
 
 _ROW_STATISTICS = ("RowMoments", "ReduceMean", "ReduceSum", "ReduceMax", "ReduceSumSquare")
-_FUSED = ("Gemm", "Attention")
+_FUSED = ("Gemm", "GroupedConv", "Attention")
 _CALLED = {"Map": "another kernel that stands on its own", "Attention": "an attention"}
 
 

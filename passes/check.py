@@ -13,7 +13,7 @@ def check(graph: gs.Graph, what: str) -> None:
     """Raises VerificationError, naming ``what`` made the graph, at the first thing that is wrong with it.
 
     Each node reads inputs of the graph, constants and results of nodes of the graph, without a cycle; each tensor has one
-    producer and, if a node makes it, a dtype and a shape; a Gemm has as many operands and results as its epilogue.
+    producer and, if a node makes it, a dtype and a shape; a Gemm or GroupedConv has as many operands and results as its epilogue.
     """
     waiting = {id(n): {id(p) for t in n.inputs for p in _producers(t)} for n in graph.nodes}
     for node in graph.nodes:
@@ -24,7 +24,7 @@ def check(graph: gs.Graph, what: str) -> None:
                 raise _error(what, node, f"'{tensor.name}' is made by {len(tensor.inputs)} nodes")
             if tensor.dtype is None or tensor.shape is None:
                 raise _error(what, node, f"'{tensor.name}' has no dtype or shape")
-        if node.domain == DOMAIN and node.op == "Gemm":
+        if node.domain == DOMAIN and node.op in ("Gemm", "GroupedConv"):
             _check_epilogue(node, what)
     for output in graph.outputs:
         if not isinstance(output, gs.Constant) and not output.inputs and not _is_input(graph, output):

@@ -1,4 +1,4 @@
-"""Each constant-weight MatMul becomes a ``Gemm`` whose epilogue has grown over whatever elementwise graph follows it.
+"""Each constant-weight MatMul becomes a ``Gemm`` whose epilogue has grown over whatever elementwise graph follows it; so does each ``GroupedConv``.
 
 Rule: an operator joins the epilogue when one of its operands is in the epilogue and
 
@@ -81,11 +81,15 @@ class _Growth:
 
 
 def run(graph: gs.Graph, log: PassLog) -> int:
-    """Turns every MatMul with constant weights into a Gemm; returns how many."""
+    """Turns every MatMul with constant weights into a Gemm, and grows every GroupedConv; returns how many."""
     count = 0
     editor = GraphEditor(graph)
     _keep_axes(graph, editor)
     for node in in_order(graph):
+        if node.op == "GroupedConv" and node.domain == DOMAIN:
+            _rewrite(graph, editor, node, log)
+            count += 1
+            continue
         if node.op != "MatMul":
             continue
         weights = constant_value(node.inputs[1])
@@ -122,10 +126,12 @@ def _rewrite(graph: gs.Graph, editor: GraphEditor, matmul: gs.Node, log: PassLog
     program, operands = region.build()
     inputs = [*matmul.inputs, *operands]
     name = matmul.name or outputs[0].name
+    op, attrs = ("Gemm", {}) if matmul.op == "MatMul" else (matmul.op, matmul.attrs)
     absorbed = list({id(n): n for n in absorbed}.values())
     source = sources([*growth.nodes, *region.recomputed, *absorbed])
     remove_nodes(graph, [*growth.nodes, *absorbed])
-    editor.node("Gemm", inputs, outputs, f"{name}.gemm", domain=DOMAIN, epilogue=str(program), source=source)
+    attrs = {**attrs, "epilogue": str(program), "source": source}
+    editor.node(op, inputs, outputs, f"{name}.{'gemm' if op == 'Gemm' else 'grouped'}", domain=DOMAIN, **attrs)
 
 
 def _grow(graph: gs.Graph, region: Region, matmul: gs.Node, log: PassLog) -> _Growth:

@@ -77,8 +77,35 @@ def test_conv_is_a_gemm(name: str) -> None:
         assert done.error({"x": normal(*feed, seed=2)}) < 1e-6
 
 
+GROUPED: dict[str, tuple[tuple[int, ...], dict[str, Any], list[Any], list[tuple[int, ...]]]] = {
+    "depthwise": ((6, 1, 3), {"group": 6, "pads": [1, 1]}, ["n", 6, "t"], [(2, 6, 11), (1, 6, 1)]),
+    "depthwise, 2-D, strides": (
+        (8, 1, 3, 5),
+        {"group": 4, "pads": [1, 2, 0, 3], "strides": [2, 1]},
+        ["n", 4, "h", "w"],
+        [(2, 4, 7, 9)],
+    ),
+    "groups of several channels": ((6, 2, 3, 3), {"group": 2, "dilations": [1, 2]}, ["n", 4, 5, "w"], [(3, 4, 5, 7)]),
+    "1×1": ((6, 2, 1), {"group": 3}, ["n", 6, "t"], [(2, 6, 5)]),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_conv_in_groups_has_an_epilogue(name: str) -> None:
+    """Bias and activation join it; the exported function is the convolution in ONNX's own operators."""
+    shape, attributes, dims, fed = GROUPED[name]
+    m = _conv(normal(*shape), dims, **attributes)
+    m.graph.node[0].output[0] = "conv"
+    m.graph.node.append(helper.make_node("Relu", ["conv"], ["y"]))
+    done = rewrite(m, PIPELINE)
+    assert done.ops()["GroupedConv"] == 1 and not set(done.ops()) - {"GroupedConv", "Map", "Reshape"}
+    (node,) = (n for n in done.graph.nodes if n.op == "GroupedConv")
+    assert "relu" in node.attrs["epilogue"] or "max" in node.attrs["epilogue"]
+    for feed in fed:
+        assert done.error({"x": normal(*feed, seed=2)}) < 1e-6
+
+
 KEPT: dict[str, tuple[tuple[int, ...], dict[str, Any], list[Any]]] = {
-    "groups": ((6, 1, 3), {"group": 6, "pads": [1, 1]}, ["n", 6, "t"]),
     "padding by a dynamic size": ((6, 3, 3), {"auto_pad": "SAME_UPPER", "strides": [2]}, ["n", 3, "t"]),
 }
 

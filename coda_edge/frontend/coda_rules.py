@@ -49,6 +49,18 @@ def _stored(call: Call, program: EpilogueProgram, output: Output, rows: tuple[Di
     return (rows[0], heads, rows[1], output.heads)
 
 
+@shape_rule("GroupedConv", domain="coda")
+def _grouped_conv(call: Call) -> list[Type]:
+    x, w, group = call.shape(0), call.shape(1), int(call.attr("group"))
+    windows = rows_shape(x, call.attr("window"))
+    call.equate(windows[-1], simplify(w[0] * group))
+    if not isinstance(w[1], int):
+        raise call.error("the weight's width must be fixed")
+    program = EpilogueProgram.parse(call.attr("epilogue"))
+    dtypes = program.dtypes()
+    return [(_DTYPES[dtypes[o.value]], _stored(call, program, o, windows[:-1], w[1])) for o in program.outputs]
+
+
 @shape_rule("Window", domain="coda")
 def _window(call: Call) -> list[Type]:
     return [(call.dtype(), rows_shape(call.shape(), call.attr("window")))]

@@ -46,7 +46,7 @@ def _conv(b: Builder) -> ir.Tensor | None:
     weight = ir.constant_value(b.node.inputs[1])
     if weight is None or b.attr("group", 1) != 1 or np.dtype(b.dtype).kind != "f":
         return None
-    window = _window(b, weight.shape[2:])
+    window = window_of(b, weight.shape[2:])
     gathered = None if window is None else _rows(b, window)
     if gathered is None:
         return None
@@ -60,7 +60,7 @@ def _conv(b: Builder) -> ir.Tensor | None:
     return b("Transpose", y, perm=[0, b.rank() - 1, *range(1, b.rank() - 1)])
 
 
-def _window(b: Builder, kernel: tuple[int, ...]) -> Window | None:
+def window_of(b: Builder, kernel: tuple[int, ...]) -> Window | None:
     """The window of a Conv; None where its padding depends on a dynamic size."""
     count = len(kernel)
     strides = tuple(b.attr("strides", None) or [1] * count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import (
     attention_node,
     fused,
+    grouped_node,
     matmul,
     ops_create,
     ops_data,
@@ -25,6 +26,7 @@ __all__ = ["KERNELS", "POINTWISE", "Lowered", "lower"]
 _RULES = (
     attention_node,
     fused,
+    grouped_node,
     matmul,
     ops_create,
     ops_data,
