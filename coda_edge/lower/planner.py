@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 _DOMAINS = frozenset({"", "ai.onnx", ir.DOMAIN})
 #: Operators whose kernels read buffers only.
-_READ_BUFFERS = frozenset({"Gemm", "Attention"})
+_READ_BUFFERS = frozenset({"Gemm", "GroupedConv", "Attention"})
 
 
 _BY_SIZES = "every size must follow from the inputs' shapes, or be an element of an integer tensor; export the model so that it does"
