@@ -92,17 +92,37 @@ GROUPED: dict[str, tuple[tuple[int, ...], dict[str, Any], list[Any], list[tuple[
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_conv_in_groups_has_an_epilogue(name: str) -> None:
-    """Bias and activation join it; the exported function is the convolution in ONNX's own operators."""
+    """Its bias joins it; the exported function is the convolution in ONNX's own operators."""
     shape, attributes, dims, fed = GROUPED[name]
-    m = _conv(normal(*shape), dims, **attributes)
-    m.graph.node[0].output[0] = "conv"
-    m.graph.node.append(helper.make_node("Relu", ["conv"], ["y"]))
-    done = rewrite(m, PIPELINE)
+    done = rewrite(_conv(normal(*shape), dims, **attributes), PIPELINE)
     assert done.ops()["GroupedConv"] == 1 and not set(done.ops()) - {"GroupedConv", "Map", "Reshape"}
     (node,) = (n for n in done.graph.nodes if n.op == "GroupedConv")
-    assert "relu" in node.attrs["epilogue"] or "max" in node.attrs["epilogue"]
+    assert "add acc col0" in node.attrs["epilogue"]
     for feed in fed:
         assert done.error({"x": normal(*feed, seed=2)}) < 1e-6
+
+
+def test_squeeze_and_excite_stays_channels_last() -> None:
+    """Between depthwise and 1×1 convolutions nothing is turned: not for the pooling, nor for the factors that come of it."""
+    m = model(
+        """
+        g (float[n, 8, h, w] x) => (float[n, 6, h, w] y) {
+            depthwise = Conv <group = 8, pads = [1, 1, 1, 1]> (x, w)
+            active = HardSwish (depthwise)
+            pooled = GlobalAveragePool (active)
+            squeezed = Conv (pooled, s)
+            factors = Sigmoid (squeezed)
+            excited = Mul (active, factors)
+            y = Conv (excited, v)
+        }
+        """,
+        {"w": normal(8, 1, 3, 3), "s": normal(8, 8, 1, 1, seed=1), "v": normal(6, 8, 1, 1, seed=2)},
+    )
+    done = rewrite(m, PIPELINE)
+    turned = [n for n in done.graph.nodes if n.op == "Map" and any(i.op == "Transpose" for i in n.attrs["body"].nodes)]
+    assert len(turned) == 2  # the picture and the result
+    assert done.ops()["GroupedConv"] == 1 and done.ops()["Gemm"] == 2
+    assert done.error({"x": normal(2, 8, 5, 6)}) < 1e-6
 
 
 KEPT: dict[str, tuple[tuple[int, ...], dict[str, Any], list[Any]]] = {

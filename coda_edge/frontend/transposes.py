@@ -2,7 +2,7 @@
 
 ``T₂(f(T₁(a), T₁(b), c))`` is ``f(a, b, T₂(c))`` where T₂ undoes T₁ and ``f`` is any tree of elementwise operators with
 constants ``c``, of reductions that keep their axes (a norm over channels that come first is
-one over channels that come last, never the other way), and of Slice, Concat and Pad. It happens only if every leaf that is no constant cancels, so it never adds a transpose.
+one over channels that come last, never the other way; pooling is either), and of Slice, Concat and Pad. It happens only if every leaf that is no constant cancels, so it never adds a transpose.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from .. import ir
+from ..symbolic import Dim, same
 from .builder import Builder, decomposition
 
 # Operators between two transposes: a norm, an activation and a residual or two.
@@ -26,9 +27,9 @@ def _cancelled(b: Builder) -> ir.Tensor | None:
     x = b.node.inputs[0]
     perm = list(b.attr("perm", None) or range(b.rank())[::-1])
     source = ir.producer(x)
-    if source is None or not (source.op in ir.ELEMENTWISE or source.op in _MOVING):
-        return None
     undone = [perm.index(axis) for axis in range(len(perm))]
+    if source is None or not _turns(source, undone, ir.shape(x)):
+        return None
     tree = _tree(source, undone)
     if tree is None:
         return None
@@ -73,7 +74,7 @@ def _tree(root: gs.Node, undone: list[int]) -> list[gs.Node] | None:
             if source.op == "Transpose" and not source.domain:
                 if list(source.attrs.get("perm", ())) != undone:
                     return False
-            elif not _turns(source, undone) or not visit(source):
+            elif not _turns(source, undone, ir.shape(root.outputs[0])) or not visit(source):
                 return False
         order.append(node)
         return True
@@ -87,16 +88,21 @@ def _data(node: gs.Node) -> list[ir.Tensor]:
     return node.inputs[:1] if alone else node.inputs
 
 
-def _turns(node: gs.Node, undone: list[int]) -> bool:
-    """Whether ``node`` does the same along other axes. Reduced axes must be known and stay as 1, the last one only if it stays last."""
+def _turns(node: gs.Node, undone: list[int], result: tuple[Dim, ...]) -> bool:
+    """Whether ``node`` does the same along other axes. Reduced axes must be known and stay as 1.
+
+    The last one may be among them only if it stays last, or if they are 1 in the ``result`` too: pooling, which is no norm of rows.
+    """
     if node.op in ir.ELEMENTWISE:
         return True
-    if node.op in ("Slice", "Concat", "Pad"):
+    if node.op in _MOVING:
         return node.op == "Concat" or _is_static(node)
     kept = node.op in _REDUCTIONS and node.attrs.get("keepdims", 1) and len(node.inputs) == 2
     axes = ir.constant_value(node.inputs[1]) if kept else None
+    if axes is None:
+        return False
     last = len(undone) - 1
-    return axes is not None and (last not in axes or last in [undone[a] for a in axes.tolist()])
+    return last not in axes or last in [undone[a] for a in axes.tolist()] or all(same(result[a], 1) for a in axes)
 
 
 def _is_static(node: gs.Node) -> bool:
