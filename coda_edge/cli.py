@@ -19,7 +19,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import __version__, cli_package, cli_survey
+from . import __version__, cli_package, cli_survey, cli_tune
 from .errors import CodaError
 from .files import creatable, existing, load_arrays, save_arrays
 
@@ -45,6 +45,9 @@ _STAGES = {
     "verify": (0.80, 0.88),
     "timing": (0.88, 1.0),
     "bench": (0.0, 1.0),
+    "rewrite": (0.0, 0.05),
+    "compile": (0.05, 0.5),
+    "measure": (0.5, 1.0),
 }
 
 
@@ -103,8 +106,10 @@ _threads_option = click.option(
 
 @click.group(cls=_Commands)
 @click.version_option(__version__, prog_name="coda-edge")
-def main() -> None:
+@click.pass_context
+def main(ctx: click.Context) -> None:
     """Rewrites exported ONNX Transformers into GEMM-plus-epilogue kernels, and runs them."""
+    ctx.meta["progress"] = _progress
 
 
 @main.command()
@@ -121,6 +126,13 @@ def main() -> None:
     help="Compare with onnxruntime at the end, or after every pass too, so that a wrong one is named.",
 )
 @click.option("--no-verify", is_flag=True, help="Neither compare with onnxruntime nor time against it.")
+@click.option(
+    "--tune",
+    "tune_seconds",
+    type=click.FloatRange(1),
+    help="First measure schedules here, for so many seconds at most.",
+)
+@cli_tune.database_option
 @_json_option
 def optimize(
     model: Path,
@@ -130,6 +142,8 @@ def optimize(
     shapes: Shapes,
     verify: Literal["once", "each"],
     no_verify: bool,
+    tune_seconds: float | None,
+    database: Path | None,
     as_json: bool,
 ) -> None:
     """Optimizes MODEL (.onnx) into one bundle that the runtime executes."""
@@ -139,9 +153,16 @@ def optimize(
     if onnx_output:
         creatable(onnx_output)
     with _progress() as advance:
+        if tune_seconds is not None:
+            cli_tune.tune_for(tune_seconds, model, target, shapes, database, advance)
         checked: Verify = not no_verify and (verify == "once" or "each")
         optimized = run_optimize(
-            existing(model), target=target, shapes=shapes or None, verify=checked, progress=advance
+            existing(model),
+            target=target,
+            shapes=shapes or None,
+            verify=checked,
+            progress=advance,
+            schedules=cli_tune.schedules(database),
         )
         optimized.save(bundle)
         if onnx_output:
@@ -242,6 +263,7 @@ def targets(as_json: bool) -> None:
 
 main.add_command(_json_option(cli_survey.command))
 main.add_command(_json_option(_shape_option(cli_package.command)))
+main.add_command(_json_option(_shape_option(cli_tune.command)))
 
 
 @contextmanager
@@ -270,9 +292,9 @@ def _open(bundle: Path, threads: int | None) -> Session:
 
 
 def _runs_here(target: str) -> bool:
-    from .targets import get
+    from .targets import get_all
 
-    return not get(target).missing()
+    return any(not one.missing() for one in get_all(target))
 
 
 def _timed(report: Report, bundle: Path, model: Path, shapes: Shapes, advance: Callable[[float], None]) -> Report:

@@ -42,17 +42,25 @@ class StepView:
 
 
 @dataclass(frozen=True)
+class LevelView:
+    """A target that a bundle holds kernels for, and the CPU features that they need."""
+
+    target: str
+    features: tuple[str, ...]
+    library_bytes: int
+
+
+@dataclass(frozen=True)
 class BundleView:
-    """What a bundle holds. ``sizes`` are the ones at which flops and bytes were worked out."""
+    """What a bundle holds; ``steps`` are those of its best level. ``sizes`` are the ones at which flops and bytes were worked out."""
 
     file: str
     inputs: tuple[TensorView, ...]
     outputs: tuple[TensorView, ...]
     steps: tuple[StepView, ...]
     kernels: int
-    features: tuple[str, ...]
+    levels: tuple[LevelView, ...]
     constants_bytes: int
-    library_bytes: int
     sizes: dict[str, int]
     metadata: dict[str, str]
 
@@ -65,9 +73,11 @@ class BundleView:
         summary = _summary(self.file)
         for key, value in self.metadata.items():
             summary.add_row(key, Text(value if len(value) < 100 else value[:97] + "…"))
-        summary.add_row("needs", " ".join(self.features) or "no particular CPU features")
         summary.add_row("constants", megabytes(self.constants_bytes))
-        summary.add_row("kernels", f"{self.kernels} in {megabytes(self.library_bytes)}, called {len(self.steps)} times")
+        summary.add_row("kernels", f"{self.kernels}, called {len(self.steps)} times")
+        for level in self.levels:
+            needs = " ".join(level.features) or "no particular CPU features"
+            summary.add_row(f"for {level.target}", f"{megabytes(level.library_bytes)}, needs {needs}")
         console.print(summary)
         console.print(_tensor_table(self.inputs, self.outputs))
         at = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
@@ -180,7 +190,7 @@ def inspect_bundle(path: Path) -> BundleView:
     from .symbolic import parse_dim
 
     bundle: Bundle = read(path)
-    plan = bundle.plan
+    plan = bundle.best.plan
     inputs, outputs = (tuple(_tensor_view(t, plan.exprs) for t in side) for side in (plan.inputs, plan.outputs))
     specs = [InputSpec(i.name, i.dtype, tuple(parse_dim(_number(d)) for d in i.shape)) for i in inputs]
     # Where data decides sizes, those of the run that was verified are kept with the bundle.
@@ -195,9 +205,8 @@ def inspect_bundle(path: Path) -> BundleView:
             StepView(s.name, plan.kernels[s.kernel], values[s.flops], values[s.bytes], s.source) for s in plan.steps
         ),
         kernels=len(plan.kernels),
-        features=tuple(bundle.features),
+        levels=tuple(LevelView(level.target, level.features, len(level.library)) for level in bundle.levels),
         constants_bytes=int(bundle.constants.nbytes),
-        library_bytes=len(bundle.library),
         sizes=sizes,
         metadata=dict(bundle.metadata),
     )

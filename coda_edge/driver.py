@@ -17,6 +17,7 @@ from . import __version__, export, frontend
 from .accounting import account
 from .bundle import plan as plans
 from .bundle import writer
+from .bundle.levels import LevelParts, combine
 from .calibrate import measure_on
 from .frontend.half import is_double
 from .inputs import bound_specs, default_sizes
@@ -64,6 +65,9 @@ def optimize(
 ) -> Optimized:
     """Rewrites ``model`` into GEMM-plus-epilogue kernels for ``target`` and packages them.
 
+    ``target``: a name; a comma-separated list of names, for a bundle with kernels for each of them, of which the runtime takes the
+    best that its CPU can run (the weights lie as the first one wants them); or the name of such a list, as ``x86-64``.
+
     ``shapes`` pins input dimensions; all others stay symbolic. ``verify`` compares the bundle with onnxruntime on made-up inputs; with
     ``"each"``, the graph after every pass too (but that of a model that draws random numbers, as each run of it differs). ``progress(stage, fraction)`` hears how far each stage is.
     ``schedules``: where measured schedules are looked up; by default in what the package brings.
@@ -71,11 +75,11 @@ def optimize(
     Raises InvalidModel, ShapeError, UnsupportedOperator, TargetError, or VerificationError naming the pass or stage.
     """
     from .lower import lower
-    from .targets import get
+    from .targets import get_all, ranked
 
     start = time.perf_counter()
     tell = progress or (lambda stage, fraction: None)
-    chosen = get(target)
+    chosen = get_all(target)
 
     tell("load", 0.0)
     loaded = frontend.load(model)
@@ -92,28 +96,29 @@ def optimize(
     tell("export", 0.0)
     exported = export.to_model(graph, narrow=True)
     tell("lower", 0.0)
-    lowered = lower(graph, chosen, normal.constraints, schedules)
-    tell("build kernels", 0.0)
-    library = chosen.build(lowered.kernels)
-    bundle = plans.Bundle(
-        plan=lowered.plan,
-        constants=lowered.constants,
-        library=library,
-        metadata={
-            "producer": f"coda-edge {__version__}",
-            "target": chosen.name,
-            "model": loaded.graph.name,
-            "source_sha256": _digest(model),
-        },
-        features=chosen.features,
-    )
+    lowered, *others = (lower(graph, one, normal.constraints, schedules) for one in chosen)
+    parts: list[LevelParts] = []
+    for one, made in zip(chosen, (lowered, *others), strict=True):
+        tell("build kernels", len(parts) / len(chosen))
+        level = plans.Level(one.name, one.features, made.plan, one.build(made.kernels))
+        parts.append(LevelParts(level, made.constants, made.stored))
+    names = ranked(chosen)
+    metadata = {
+        "producer": f"coda-edge {__version__}",
+        "target": ",".join(names),
+        "model": loaded.graph.name,
+        "source_sha256": _digest(model),
+    }
+    bundle = combine(parts, names, metadata)
     error = None
     sizes = dict(verifier.sizes) if verifier is not None else default_sizes(specs)
-    if verifier is not None and not chosen.missing():
+    for one in chosen:
+        if verifier is None or one.missing():
+            continue
         tell("verify", 0.0)
-        with Session(writer.to_bytes(bundle), threads=1) as session:
+        with Session(writer.to_bytes(bundle), threads=1, target=one.name) as session:
             run = seeded(session)
-            error = verifier.check(run, f"the bundle for {chosen.name}")
+            error = max(error or 0.0, verifier.check(run, f"the bundle for {one.name}"))
             if lowered.plan.reads:
                 run(verifier.names, verifier.cases[0][0])
                 sizes |= session.data_sizes
@@ -122,7 +127,7 @@ def optimize(
     tell("done", 1.0)
     report = replace(
         account(loaded, graph, log, lowered, sizes),
-        target=chosen.name,
+        target=metadata["target"],
         max_rel_error=error,
         notes=[
             *_remarks(loaded, graph),

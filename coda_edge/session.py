@@ -67,17 +67,22 @@ class Session:
 
     ``path_or_bytes``: a file, which is mapped, or its contents, which are copied. ``threads``: how many threads run it; by
     default the cores that this process may use. Threads may share a session: their runs take turns. ``seed``: of random operators that
-    have no seed of their own (from 1); by default another one for each session.
+    have no seed of their own (from 1); by default another one for each session. ``target``: of the targets that the bundle holds kernels
+    for, the one to use; by default the best that runs on this CPU.
 
     Raises ``BundleError`` for a file that is no bundle, damaged or of another version, ``TargetError`` if this CPU lacks
-    what the kernels need.
+    what the kernels need, or the bundle holds none for ``target``.
     """
 
     def __init__(
-        self, path_or_bytes: str | os.PathLike[str] | bytes, threads: int | None = None, seed: int | None = None
+        self,
+        path_or_bytes: str | os.PathLike[str] | bytes,
+        threads: int | None = None,
+        seed: int | None = None,
+        target: str | None = None,
     ) -> None:
         source = path_or_bytes if isinstance(path_or_bytes, bytes) else os.fspath(path_or_bytes)
-        self._runtime = _runtime.Session(source, threads or 0, seed or 0)
+        self._runtime = _runtime.Session(source, threads or 0, seed or 0, target or "")
         self._inputs = [_Tensor(*tensor) for tensor in self._runtime.tensors(False)]
         self._outputs = [_Tensor(*tensor) for tensor in self._runtime.tensors(True)]
         self._input_names = frozenset(tensor.name for tensor in self._inputs)
@@ -95,6 +100,16 @@ class Session:
     def metadata(self) -> dict[str, str]:
         """What the bundle says of itself: producer, target, hash of the source model."""
         return self._runtime.metadata()
+
+    @property
+    def target(self) -> str:
+        """The target whose kernels this session runs: ``x86-64-v3``."""
+        return self._runtime.target()
+
+    @property
+    def held_targets(self) -> list[str]:
+        """The targets that the bundle holds kernels for, best last."""
+        return self._runtime.held_targets()
 
     @property
     def threads(self) -> int:

@@ -150,7 +150,7 @@ class RemoteSession:
 
     def __init__(self, machine: Machine, data: bytes, threads: int = 1) -> None:
         self._process = _Process(machine, "bundle", data, str(threads))
-        plan = reader.from_bytes(data).plan
+        plan = reader.from_bytes(data).best.plan
         self._inputs, self._outputs = plan.inputs, plan.outputs
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:

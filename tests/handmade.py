@@ -12,7 +12,18 @@ from pathlib import Path
 
 import numpy as np
 
-from coda_edge.bundle import Buffer, BufferKind, Bundle, Constraint, ExecutionPlan, PlanStep, Read, Relation, TensorInfo
+from coda_edge.bundle import (
+    Buffer,
+    BufferKind,
+    Bundle,
+    Constraint,
+    ExecutionPlan,
+    Level,
+    PlanStep,
+    Read,
+    Relation,
+    TensorInfo,
+)
 from coda_edge.symbolic import Dim, parse_dim
 
 #: Operations that a step claims to do, whatever it does: it is worth sharing out.
@@ -207,11 +218,9 @@ class HandPlan:
     def bundle(self, features: tuple[str, ...] = (), library: bytes | None = None) -> Bundle:
         """The bundle of this plan."""
         return Bundle(
-            plan=self.plan,
+            levels=(Level("test", features, self.plan, compile_library() if library is None else library),),
             constants=np.frombuffer(self.constants, np.uint8),
-            library=compile_library() if library is None else library,
             metadata={"producer": "handmade", "target": "test"},
-            features=features,
         )
 
     def _buffer(self, kind: BufferKind, size: Dim, index: int) -> int:

@@ -118,7 +118,7 @@ def test_inspect_shows_a_bundle(command: Command, optimized: tuple[Path, Path, d
     assert said["kind"] == "bundle"
     assert len(said["steps"]) == report["kernels"]
     assert said["outputs"] == [{"name": "last_hidden_state", "dtype": "float32", "shape": ["batch", "sequence", "48"]}]
-    assert said["features"] == list(get().features)
+    assert said["levels"][0]["features"] == list(get().features)
     text = command("inspect", bundle).stdout
     assert "last_hidden_state" in text and report["target"] in text
 

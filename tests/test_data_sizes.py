@@ -159,10 +159,10 @@ def test_the_number_of_a_run_follows_from_the_seed() -> None:
 def test_round_trip() -> None:
     bundle = handmade.places().bundle()
     back = from_bytes(to_bytes(bundle))
-    assert back.plan.reads == bundle.plan.reads == [Read("found", 1, 2)]
-    assert back.plan.exprs.entries == bundle.plan.exprs.entries and back.plan.exprs.data == ["found"]
-    values = back.plan.exprs.evaluate({"n": 10, "found": 4})
-    assert values[back.plan.outputs[1].dims[0]] == 4
+    assert back.best.plan.reads == bundle.best.plan.reads == [Read("found", 1, 2)]
+    assert back.best.plan.exprs.entries == bundle.best.plan.exprs.entries and back.best.plan.exprs.data == ["found"]
+    values = back.best.plan.exprs.evaluate({"n": 10, "found": 4})
+    assert values[back.best.plan.outputs[1].dims[0]] == 4
 
 
 def _broken(change: Callable[[handmade.HandPlan], None]) -> bytes:

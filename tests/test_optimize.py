@@ -93,8 +93,8 @@ def test_minilm_equals_onnxruntime_at_every_shape_from_one_bundle(
 
 
 def test_minilm_layers_are_gemms_and_attentions_only(minilm_bundle: Path) -> None:
-    steps = [s.name for s in read(minilm_bundle).plan.steps]
-    kinds = [k for k in read(minilm_bundle).plan.kernels if k.startswith(("gemm", "attention"))]
+    steps = [s.name for s in read(minilm_bundle).best.plan.steps]
+    kinds = [k for k in read(minilm_bundle).best.plan.kernels if k.startswith(("gemm", "attention"))]
     assert len(steps) == 33
     assert len([k for k in kinds if not k.endswith("_finish")]) == 5
 
@@ -154,7 +154,7 @@ def test_progress_is_told_in_order(tiny_model: Path) -> None:
 def test_report_counts_what_the_plan_does(tiny_model: Path) -> None:
     optimized = coda_edge.optimize(tiny_model)
     report = optimized.report
-    assert report.kernels == len(optimized.bundle.plan.steps)
+    assert report.kernels == len(optimized.bundle.best.plan.steps)
     assert report.weights_bytes == optimized.bundle.constants.nbytes
     assert 0 < report.bytes_after < report.bytes_before
     assert report.arena_bytes > 0

@@ -383,8 +383,8 @@ def test_only_what_some_sizes_break_is_kept() -> None:
     """Bound sizes need no check, and neither does what the same bound says twice."""
     proto = load_fixture("bert.sdpa.ts17")
     shapes = {i.name: (1, 9) for i in load(proto).graph.input}
-    assert coda_edge.optimize(proto, shapes=shapes, verify=False).bundle.plan.constraints == []
-    assert len(coda_edge.optimize(proto, verify=False).bundle.plan.constraints) == 1
+    assert coda_edge.optimize(proto, shapes=shapes, verify=False).bundle.best.plan.constraints == []
+    assert len(coda_edge.optimize(proto, verify=False).bundle.best.plan.constraints) == 1
 
 
 def test_a_constraint_outlives_its_node() -> None:

@@ -6,16 +6,17 @@ from enum import IntEnum
 from struct import Struct
 
 MAGIC = b"CODA\r\n\x1a\n"
-VERSION = 3
+VERSION = 4
+MAX_LEVELS = 16
 
 
 class Section(IntEnum):
-    """The sections, in file order."""
+    """The kinds of sections. The first three are there for each level, in this order, then the other two."""
 
     PLAN = 0
-    FEATURES = 1
-    METADATA = 2
-    LIBRARY = 3
+    TARGET = 1
+    LIBRARY = 2
+    METADATA = 3
     CONSTANTS = 4
 
     @property
@@ -24,14 +25,27 @@ class Section(IntEnum):
         return 4096 if self is Section.CONSTANTS else 64
 
 
-PREFIX = Struct("<8sIIQQ")  # magic, version, sections, file bytes, 0
-ENTRY = Struct("<IIQQ32s")  # kind, 0, offset, bytes, SHA-256
-DIGEST_BYTES = 32
-TABLE_BYTES = PREFIX.size + len(Section) * ENTRY.size
-HEADER_BYTES = TABLE_BYTES + DIGEST_BYTES
+_OF_LEVEL = (Section.PLAN, Section.TARGET, Section.LIBRARY)
+_OF_FILE = (Section.METADATA, Section.CONSTANTS)
 
-# symbols, exprs, inputs, outputs, buffers, kernels, steps, words, string bytes, constraints, reads
-PLAN_HEADER = Struct("<11I")
+
+def sections(levels: int) -> list[tuple[Section, int]]:
+    """The kind and the level of each section, in file order; the level is 0 for those of the whole file."""
+    return [*((kind, level) for level in range(levels) for kind in _OF_LEVEL), *((kind, 0) for kind in _OF_FILE)]
+
+
+def levels(count: int) -> int | None:
+    """How many levels a file of ``count`` sections has; None if no file has so many sections."""
+    levels, rest = divmod(count - len(_OF_FILE), len(_OF_LEVEL))
+    return levels if rest == 0 and 1 <= levels <= MAX_LEVELS else None
+
+
+PREFIX = Struct("<8sIIQQ")  # magic, version, sections, file bytes, 0
+ENTRY = Struct("<IIQQ32s")  # kind, level, offset, bytes, SHA-256
+DIGEST_BYTES = 32
+
+# symbols, exprs, inputs, outputs, buffers, kernels, steps, words, string bytes, constraints, reads, moves
+PLAN_HEADER = Struct("<12I")
 EXPR = Struct("<IIqq")  # operator, 0, a, b
 TENSOR = Struct("<IIII")  # name, element type, rank, first word of its dims
 BUFFER = Struct("<IIQII")  # kind, size, index, first, last
@@ -40,6 +54,7 @@ STEP = Struct("<IIiIIIIIIIIIII")
 WORD = Struct("<I")
 CONSTRAINT = Struct("<IIII")  # relation, left, right, text
 READ = Struct("<IIIIQ")  # name, step, buffer, element type, element
+MOVE = Struct("<QQIIII")  # from, to, bytes of a row, rows, distance of rows where they come from, where they go
 
 CONSTANT_ALIGNMENT = 64
 MAX_RANK = 8

@@ -34,13 +34,17 @@ class ExprOp(IntEnum):
 
 
 class BufferKind(IntEnum):
-    """Where a buffer lives. ``STATE`` is reserved for buffers that persist across runs (a KV cache)."""
+    """Where a buffer lives. ``STATE`` is reserved for buffers that persist across runs (a KV cache).
+
+    ``REPACKED``: a constant that is made of the stored ones when the bundle is opened, by the plan's moves.
+    """
 
     INPUT = 0
     OUTPUT = 1
     CONSTANT = 2
     ARENA = 3
     STATE = 4
+    REPACKED = 5
 
 
 class Relation(IntEnum):
@@ -181,7 +185,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer. ``index``: of the input or output, or the byte offset in the constants section. ``size``: bytes, a table entry.
+    """A buffer. ``index``: of the input or output, or the byte offset among the (repacked) constants. ``size``: bytes, a table entry.
 
     ``first`` and ``last`` are the steps between which an ARENA buffer is live, both included.
     """
@@ -240,6 +244,21 @@ class Read:
     element: int = 0
 
 
+@dataclass(frozen=True)
+class Move:
+    """``rows`` times ``row_bytes`` bytes, copied from the constants section to the repacked constants when a bundle is opened.
+
+    ``source`` and ``target`` are byte offsets of the first row, ``source_stride`` and ``target_stride`` the bytes from row to row.
+    """
+
+    source: int
+    target: int
+    row_bytes: int
+    rows: int
+    source_stride: int
+    target_stride: int
+
+
 @dataclass
 class ExecutionPlan:
     """Everything the runtime needs besides constants and kernels."""
@@ -252,14 +271,28 @@ class ExecutionPlan:
     steps: list[PlanStep] = field(default_factory=list)
     constraints: list[Constraint] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Level:
+    """What of a bundle is for one target: its name, the CPU features that its kernels need (``avx2``), its plan, its shared object."""
+
+    target: str
+    features: tuple[str, ...]
+    plan: ExecutionPlan
+    library: bytes
 
 
 @dataclass
 class Bundle:
-    """A bundle in memory. ``constants``: the constants section; ``library``: the kernel shared object."""
+    """A bundle in memory. ``levels``: best last; the runtime takes the last one that runs on its CPU. ``constants``: the section."""
 
-    plan: ExecutionPlan
+    levels: tuple[Level, ...]
     constants: npt.NDArray[np.uint8]
-    library: bytes
     metadata: dict[str, str]
-    features: tuple[str, ...]  # CPU features that the kernels need, e.g. "avx2", "fma"
+
+    @property
+    def best(self) -> Level:
+        """The last level. Its plan has the same inputs and outputs as those of the others."""
+        return self.levels[-1]

@@ -21,6 +21,8 @@ from .plan import (
     Expr,
     ExprOp,
     ExprTable,
+    Level,
+    Move,
     PlanStep,
     Read,
     Relation,
@@ -43,49 +45,63 @@ def read(path: str | os.PathLike[str]) -> Bundle:
 def from_bytes(data: bytes) -> Bundle:
     """The bundle that ``data`` holds; its ``constants`` share the memory. Raises ``BundleError`` as ``read`` does."""
     sections = _sections(data)
-    metadata = _texts(sections[fmt.Section.METADATA], "metadata")
+    metadata = _texts(sections[fmt.Section.METADATA, 0], "metadata")
     return Bundle(
-        plan=_decode_plan(sections[fmt.Section.PLAN]),
-        constants=np.frombuffer(sections[fmt.Section.CONSTANTS], np.uint8),
-        library=bytes(sections[fmt.Section.LIBRARY]),
+        levels=tuple(_level(sections, i) for kind, i in sections if kind == fmt.Section.PLAN),
+        constants=np.frombuffer(sections[fmt.Section.CONSTANTS, 0], np.uint8),
         metadata=dict(zip(metadata[::2], metadata[1::2], strict=False)),
-        features=tuple(_texts(sections[fmt.Section.FEATURES], "features")),
     )
 
 
-def _sections(data: bytes) -> dict[fmt.Section, memoryview]:
+_Sections = dict[tuple[fmt.Section, int], memoryview]
+
+
+def _level(sections: _Sections, number: int) -> Level:
+    target = _texts(sections[fmt.Section.TARGET, number], "targets")
+    if not target:
+        raise BundleError(f"bundle is invalid: its level {number} has no target")
+    plan = _decode_plan(sections[fmt.Section.PLAN, number])
+    return Level(target[0], tuple(target[1:]), plan, bytes(sections[fmt.Section.LIBRARY, number]))
+
+
+def _sections(data: bytes) -> _Sections:
     if data[: len(fmt.MAGIC)] != fmt.MAGIC:
         raise BundleError("not a coda bundle: it does not begin with the bundle signature")
-    if len(data) < fmt.HEADER_BYTES:
-        raise BundleError(f"bundle is truncated: it has {len(data)} bytes, its header alone needs {fmt.HEADER_BYTES}")
+    if len(data) < fmt.PREFIX.size:
+        raise BundleError(f"bundle is truncated: it has {len(data)} bytes, its header alone needs {fmt.PREFIX.size}")
     _, version, count, size, reserved = fmt.PREFIX.unpack_from(data)
     if version != fmt.VERSION:
         raise BundleError(
             f"bundle has format version {version}, this coda-edge reads version {fmt.VERSION}: "
             "build it again with a matching coda-edge"
         )
-    if count != len(fmt.Section):
-        raise BundleError(f"bundle has {count} sections, expected {len(fmt.Section)}")
+    levels = fmt.levels(count)
+    if levels is None:
+        raise BundleError(f"bundle has {count} sections, expected 2 and 3 for each of 1 to {fmt.MAX_LEVELS} levels")
+    table = fmt.PREFIX.size + count * fmt.ENTRY.size
+    header = table + fmt.DIGEST_BYTES
+    if len(data) < header:
+        raise BundleError(f"bundle is truncated: it has {len(data)} bytes, its header alone needs {header}")
     if size != len(data):
         raise BundleError(f"bundle is truncated or extended: it has {len(data)} bytes, expected {size}")
-    if sha256(data[: fmt.TABLE_BYTES]).digest() != data[fmt.TABLE_BYTES : fmt.HEADER_BYTES]:
+    if sha256(data[:table]).digest() != data[table:header]:
         raise BundleError("bundle is damaged: the checksum of its header differs")
     if reserved != 0:
         raise BundleError("bundle is invalid: the reserved field of its header is not 0")
     view = memoryview(data)
-    sections: dict[fmt.Section, memoryview] = {}
-    end = fmt.HEADER_BYTES
-    for section in fmt.Section:
-        name = section.name.lower()
-        kind, reserved, offset, size, digest = fmt.ENTRY.unpack_from(data, fmt.PREFIX.size + section * fmt.ENTRY.size)
-        if kind != section or reserved != 0:
-            raise BundleError(f"bundle is invalid: section {section.value} is of kind {kind}")
+    sections: _Sections = {}
+    end = header
+    for i, expected in enumerate(fmt.sections(levels)):
+        section, name = expected[0], expected[0].name.lower()
+        kind, level, offset, size, digest = fmt.ENTRY.unpack_from(data, fmt.PREFIX.size + i * fmt.ENTRY.size)
+        if (kind, level) != expected:
+            raise BundleError(f"bundle is invalid: section {i} is of kind {kind} and level {level}")
         if offset != -(-end // section.alignment) * section.alignment or offset + size > len(data):
             raise BundleError(f"bundle is invalid: section '{name}' is {size} bytes at {offset}, after byte {end}")
         if any(view[end:offset]):
             raise BundleError(f"bundle is damaged: the padding before section '{name}' is not zero")
-        sections[section] = view[offset : offset + size]
-        if sha256(sections[section]).digest() != digest:
+        sections[expected] = view[offset : offset + size]
+        if sha256(sections[expected]).digest() != digest:
             raise BundleError(f"bundle is damaged: the checksum of section '{name}' differs")
         end = offset + size
     if end != len(data):
@@ -114,7 +130,9 @@ class _Tables:
         if len(section) < fmt.PLAN_HEADER.size:
             raise ValueError(f"it has {len(section)} bytes, its header alone needs {fmt.PLAN_HEADER.size}")
         counts = fmt.PLAN_HEADER.unpack_from(section)
-        symbols, exprs, self.inputs, outputs, buffers, kernels, steps, words, strings, constraints, reads = counts
+        symbols, exprs, self.inputs, outputs, buffers, kernels, steps, words, strings, constraints, reads, moves = (
+            counts
+        )
         sizes = [
             fmt.PLAN_HEADER.size,
             exprs * fmt.EXPR.size,
@@ -126,6 +144,7 @@ class _Tables:
             words * fmt.WORD.size,
             constraints * fmt.CONSTRAINT.size,
             reads * fmt.READ.size,
+            moves * fmt.MOVE.size,
             strings,
         ]
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
@@ -134,7 +153,7 @@ class _Tables:
         parts = [section[a:b] for a, b in pairwise(ends)]
         self.exprs, self.tensors, self.buffers, self.steps, self.symbols, self.kernels = parts[:6]
         self.words = [word for (word,) in fmt.WORD.iter_unpack(parts[6])]
-        self.constraints, self.reads, self.strings = parts[7], parts[8], bytes(parts[9])
+        self.constraints, self.reads, self.moves, self.strings = parts[7], parts[8], parts[9], bytes(parts[10])
 
     def plan(self) -> ExecutionPlan:
         """All tables as the plan's dataclasses."""
@@ -157,6 +176,7 @@ class _Tables:
                 Read(self.text(name), step, buffer, _DTYPE_NAMES[dtype], element)
                 for name, step, buffer, dtype, element in fmt.READ.iter_unpack(self.reads)
             ],
+            moves=[Move(*record) for record in fmt.MOVE.iter_unpack(self.moves)],
         )
 
     def size_table(self) -> ExprTable:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from struct import error as StructError
 
 from ..errors import BundleError
 from . import format as fmt
-from .plan import Bundle, ExecutionPlan
+from .plan import Bundle, ExecutionPlan, Level, TensorInfo
 
 
 def write(bundle: Bundle, path: str | os.PathLike[str]) -> None:
@@ -46,24 +46,37 @@ def to_bytes(bundle: Bundle) -> bytes:
 
 def _parts(bundle: Bundle) -> list[bytes | memoryview]:
     """Header, then each section after its padding."""
-    sections: dict[fmt.Section, bytes | memoryview] = {
-        fmt.Section.PLAN: _encode_plan(bundle.plan),
-        fmt.Section.FEATURES: _strings(bundle.features),
-        fmt.Section.METADATA: _strings(text for item in bundle.metadata.items() for text in item),
-        fmt.Section.LIBRARY: bundle.library,
-        fmt.Section.CONSTANTS: bundle.constants.tobytes() if bundle.constants.size == 0 else bundle.constants.data,
-    }
+    _check_levels(bundle.levels)
+    parts: list[bytes | memoryview] = []
+    for level in bundle.levels:
+        parts += [_encode_plan(level.plan), _strings((level.target, *level.features)), level.library]
+    parts.append(_strings(text for item in bundle.metadata.items() for text in item))
+    parts.append(bundle.constants.tobytes() if bundle.constants.size == 0 else bundle.constants.data)
     entries: list[bytes] = []
     body: list[bytes | memoryview] = []
-    end = fmt.HEADER_BYTES
-    for section in fmt.Section:
-        data = sections[section]
-        offset = -(-end // section.alignment) * section.alignment
+    end = fmt.PREFIX.size + len(parts) * fmt.ENTRY.size + fmt.DIGEST_BYTES
+    for (kind, number), data in zip(fmt.sections(len(bundle.levels)), parts, strict=True):
+        offset = -(-end // kind.alignment) * kind.alignment
         body += [bytes(offset - end), data]
-        entries.append(fmt.ENTRY.pack(section, 0, offset, len(data), sha256(data).digest()))
+        entries.append(fmt.ENTRY.pack(kind, number, offset, len(data), sha256(data).digest()))
         end = offset + len(data)
     table = fmt.PREFIX.pack(fmt.MAGIC, fmt.VERSION, len(entries), end, 0) + b"".join(entries)
     return [table, sha256(table).digest(), *body]
+
+
+def _check_levels(levels: Sequence[Level]) -> None:
+    names = [level.target for level in levels]
+    if not 1 <= len(levels) <= fmt.MAX_LEVELS or len(set(names)) != len(names):
+        raise BundleError(
+            f"a bundle holds 1 to {fmt.MAX_LEVELS} levels of different targets, not {', '.join(names) or 'none'}"
+        )
+    sides = [[[_described(t) for t in side] for side in (level.plan.inputs, level.plan.outputs)] for level in levels]
+    if any(side != sides[0] for side in sides):
+        raise BundleError(f"the plans for {', '.join(names)} differ in inputs or outputs: they are not of one model")
+
+
+def _described(tensor: TensorInfo) -> tuple[str, str, int]:
+    return tensor.name, tensor.dtype, len(tensor.dims)
 
 
 def _strings(texts: Iterable[str]) -> bytes:
@@ -142,6 +155,9 @@ def _pack_plan(plan: ExecutionPlan) -> bytes:
     reads = b"".join(
         fmt.READ.pack(pools.string(r.name), r.step, r.buffer, fmt.DTYPES[r.dtype], r.element) for r in plan.reads
     )
+    moves = b"".join(
+        fmt.MOVE.pack(m.source, m.target, m.row_bytes, m.rows, m.source_stride, m.target_stride) for m in plan.moves
+    )
     strings = pools.strings or b"\0"
     header = fmt.PLAN_HEADER.pack(
         len(plan.exprs.symbols),
@@ -155,8 +171,10 @@ def _pack_plan(plan: ExecutionPlan) -> bytes:
         len(strings),
         len(plan.constraints),
         len(plan.reads),
+        len(plan.moves),
     )
-    return b"".join([header, exprs, tensors, buffers, steps, symbols, kernels, words, constraints, reads, strings])
+    tables = [exprs, tensors, buffers, steps, symbols, kernels, words, constraints, reads, moves]
+    return b"".join([header, *tables, strings])
 
 
 def _check(plan: ExecutionPlan) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -30,10 +30,14 @@ class Workspace:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A constant in the layout that the kernel reads. ``name`` says which weight it was packed from."""
+    """A constant in the layout that the kernel reads. ``name`` says which weight it was packed from.
+
+    ``columns``: where it holds panels ``[rows, columns]`` of a matrix, one behind another, the columns of each.
+    """
 
     name: str
     data: npt.NDArray[Any]
+    columns: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import onnx_graphsurgeon as gs
 import sympy
 
 from .. import ir
+from ..bundle.levels import StoredConstant
 from ..bundle.plan import Buffer, BufferKind, Constraint, ExecutionPlan, ExprOp, PlanStep, Read, Relation, TensorInfo
 from ..errors import ShapeError, UnsupportedOperator
 from ..frontend import Constraint as Assumed
@@ -49,6 +50,8 @@ class Lowered:
     plan: ExecutionPlan
     constants: npt.NDArray[np.uint8]
     kernels: list[KernelSource]
+    stored: list[StoredConstant] = field(default_factory=list)
+    """What the constants section holds."""
 
     def arena_bytes(self, sizes: Mapping[str, int]) -> int:
         """The most bytes that intermediate tensors take at one time, for the ``sizes`` of the inputs' symbols."""
@@ -167,17 +170,19 @@ class _Constants:
     """The constants section while it grows: 64-aligned, in order of use, equal arrays once."""
 
     parts: list[npt.NDArray[np.uint8]] = field(default_factory=list)
+    stored: list[StoredConstant] = field(default_factory=list)
     size: int = 0
     _offsets: dict[bytes, int] = field(default_factory=dict)
 
-    def add(self, data: npt.NDArray[Any]) -> int:
-        """The byte offset of ``data``."""
-        flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    def add(self, constant: Packed) -> int:
+        """The byte offset of ``constant``."""
+        flat = np.ascontiguousarray(constant.data).reshape(-1).view(np.uint8)
         key = hashlib.sha256(flat.data).digest()
         if key not in self._offsets:
             padding = -self.size % ALIGNMENT
             self.parts += [np.zeros(padding, np.uint8), flat]
             self._offsets[key] = self.size + padding
+            self.stored.append(StoredConstant(self.size + padding, constant.data, constant.columns))
             self.size += padding + flat.size
         return self._offsets[key]
 
@@ -223,7 +228,7 @@ class _Planner:
         assumed = [c for c in assumed if not c.symbols & known]
         plan.constraints.extend(c for c in map(self._constraint, assumed) if c is not None)
         self._check_symbols()
-        return Lowered(plan, self._constants.bytes(), list(kernels.values()))
+        return Lowered(plan, self._constants.bytes(), list(kernels.values()), self._constants.stored)
 
     def _schedule(self, calls: Sequence[KernelCall], assumed: Sequence[Assumed]) -> list[tuple[str, int]]:
         """When each size that data decides is read: before the first step that needs it, or another that is known no earlier."""
@@ -339,7 +344,7 @@ class _Planner:
         if isinstance(operand, str) and operand not in self._io and isinstance(self._tensors.get(operand), gs.Constant):
             operand = Packed(operand, np.asarray(self._tensors[operand].values))
         if isinstance(operand, Packed):
-            offset = self._constants.add(operand.data)
+            offset = self._constants.add(operand)
             return self._add(BufferKind.CONSTANT, offset, operand.data.nbytes, offset)
         if isinstance(operand, Workspace):
             return self._add(BufferKind.ARENA, (step, operand.name), operand.size, 0, step)

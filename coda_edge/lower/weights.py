@@ -105,15 +105,15 @@ class WeightFormat:
     def packed(name: str, weight: Weight, orders: Sequence[Sequence[int]]) -> list[Packed]:
         """What the kernel reads, in the order of ``PackedWeight.params``: panels, one for each of ``orders``, which are its columns."""
         stored = _Stored.of(weight)
-        found = [Packed(name, np.concatenate([stored.panel(order) for order in orders]))]
+        found = [Packed(name, np.concatenate([stored.panel(order) for order in orders]), orders)]
         for part, numbers in (("quanta", stored.quanta), ("zeros", stored.zeros)):
             if numbers is not None:
                 panels = [np.ascontiguousarray(numbers[:, order]).reshape(-1) for order in orders]
-                found.append(Packed(f"{name}.{part}", np.concatenate(panels)))
+                found.append(Packed(f"{name}.{part}", np.concatenate(panels), orders))
         if stored.scale is not None:
             found.append(Packed(f"{name}.scale", stored.scale))
         if weight.offset is not None:
-            found.append(Packed(f"{name}.offset", np.concatenate([weight.offset[order] for order in orders])))
+            found.append(Packed(f"{name}.offset", np.concatenate([weight.offset[order] for order in orders]), orders))
         return found
 
 

@@ -1,7 +1,8 @@
 """What a target is, and the registry of targets.
 
 A target is found in a module beside this one, or through the entry point group ``coda_edge.targets``: each is a module with a tuple
-``TARGETS``, best last. The name ``native`` is the last one, of all modules, that this machine's CPU can run.
+``TARGETS``, best last, and optionally ``GROUPS``, names for several targets that one bundle holds kernels for. The name ``native`` is the last
+target, of all modules, that this machine's CPU can run.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
 from pkgutil import iter_modules
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ..errors import TargetError
@@ -71,11 +73,21 @@ def cpu_features() -> tuple[str, ...]:
     return tuple(_runtime.cpu_features())
 
 
+def _modules() -> list[ModuleType]:
+    built_in = [f"{_PACKAGE}.{m.name}" for m in iter_modules(import_module(_PACKAGE).__path__)]
+    return [
+        import_module(m) for m in (*built_in, *(e.value for e in entry_points(group=GROUP) if e.value not in built_in))
+    ]
+
+
 def targets() -> dict[str, Target]:
     """Every registered target by name, built-in ones first."""
-    built_in = [f"{_PACKAGE}.{m.name}" for m in iter_modules(import_module(_PACKAGE).__path__)]
-    modules = [*built_in, *(e.value for e in entry_points(group=GROUP) if e.value not in built_in)]
-    return {target.name: target for module in modules for target in getattr(import_module(module), "TARGETS", ())}
+    return {target.name: target for module in _modules() for target in getattr(module, "TARGETS", ())}
+
+
+def groups() -> dict[str, tuple[str, ...]]:
+    """Names that stand for several targets."""
+    return {name: members for module in _modules() for name, members in getattr(module, "GROUPS", {}).items()}
 
 
 def names() -> tuple[str, ...]:
@@ -83,12 +95,30 @@ def names() -> tuple[str, ...]:
     return (NATIVE, *targets())
 
 
+def get_all(text: str) -> tuple[Target, ...]:
+    """The targets of a comma-separated list of names and groups, each once, in that order. Raises TargetError as ``get`` does."""
+    known = groups()
+    wanted = [name for part in text.split(",") for name in known.get(part.strip(), (part.strip(),))]
+    return tuple({target.name: target for target in map(get, wanted)}.values())
+
+
+def ranked(several: Sequence[Target]) -> list[str]:
+    """Their names, best last, as the runtime prefers them."""
+    order = list(targets())
+    return [target.name for target in sorted(several, key=lambda t: order.index(t.name))]
+
+
 def get(name: str = NATIVE) -> Target:
     """The target called ``name``. Raises TargetError for an unknown name, or if no target is native here."""
     known = targets()
     if name != NATIVE:
         if name not in known:
-            raise TargetError(f"unknown target '{name}': choose one of {', '.join(names())}")
+            held = (
+                f"; {name} stands for {', '.join(groups()[name])}, of which one is needed here"
+                if name in groups()
+                else ""
+            )
+            raise TargetError(f"unknown target '{name}': choose one of {', '.join(names())}{held}")
         return known[name]
     present = cpu_features()
     runnable = [t for t in known.values() if not t.missing(present)]

@@ -20,3 +20,6 @@ TARGETS = (
     _level("v3", "AVX2 and FMA: Intel since Haswell, AMD since Excavator and Zen", _V3, 32, 16),
     _level("v4", "AVX-512: Intel servers since Skylake, AMD since Zen 4", _V4, 64, 32),
 )
+
+#: What every PC of this kind runs as well as it can; weights lie as most PCs want them.
+GROUPS = {"x86-64": ("x86-64-v3", "x86-64-v2", "x86-64-v4")}

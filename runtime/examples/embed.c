@@ -32,7 +32,7 @@ int main(int count, char **words) {
     ids[i] = atoll(words[i + 2]);
     ones[i] = 1;
   }
-  if (coda_model_open(words[1], &model, &error))
+  if (coda_model_open(words[1], NULL, &model, &error))
     return fail(&error);
   for (size_t i = 0; i < coda_model_input_count(model) && i < MAX_TENSORS; i++) {
     const char *name = coda_model_input(model, i)->name;

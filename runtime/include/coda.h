@@ -117,6 +117,11 @@ typedef struct coda_allocator {
   void *context;
 } coda_allocator;
 
+typedef struct coda_model_options {
+  size_t size; /* sizeof(coda_model_options): tells which fields the caller knows */
+  const char *target; /* of the targets that the bundle holds kernels for, the one to use; NULL: the best that runs here */
+} coda_model_options;
+
 typedef struct coda_session_options {
   size_t size; /* sizeof(coda_session_options): tells which fields the caller knows */
   int32_t threads; /* 0: the cores that this process may use */
@@ -150,12 +155,14 @@ CODA_API const char *coda_dtype_name(int32_t dtype);
 
 /* Opens a bundle. The file is mapped, not read into memory: it must not be changed in place while the model lives
  * (replace it by renaming). Every checksum and every field is verified first. Opening runs no code of the bundle
- * other than loading its kernel library; a bundle is as trusted as any shared library. */
-CODA_API coda_code coda_model_open(const char *path, coda_model **model, coda_error *error);
+ * other than loading its kernel library; a bundle is as trusted as any shared library. `options` may be NULL. */
+CODA_API coda_code coda_model_open(const char *path, const coda_model_options *options, coda_model **model,
+                                   coda_error *error);
 
 /* Opens a bundle in memory. `data` is not copied: it must be aligned to 64 bytes, and stay as it is until the model and
  * all its sessions are freed. */
-CODA_API coda_code coda_model_open_memory(const void *data, size_t size, coda_model **model, coda_error *error);
+CODA_API coda_code coda_model_open_memory(const void *data, size_t size, const coda_model_options *options,
+                                          coda_model **model, coda_error *error);
 
 /* Gives up the caller's hold. Sessions hold their model themselves, so this may come before theirs. */
 CODA_API void coda_model_free(coda_model *model);
@@ -172,10 +179,16 @@ CODA_API const coda_step_info *coda_model_step(const coda_model *model, size_t i
 /* Entry `index` of the metadata; returns 0, or -1 when there is none. */
 CODA_API int coda_model_metadata(const coda_model *model, size_t index, const char **key, const char **value);
 
-/* CPU feature `index` that the kernels need; NULL when there is none. */
+/* The target whose kernels are used, such as "x86-64-v3". */
+CODA_API const char *coda_model_target(const coda_model *model);
+
+/* Target `index` that the bundle holds kernels for, best last; NULL when there is none. */
+CODA_API const char *coda_model_held_target(const coda_model *model, size_t index);
+
+/* CPU feature `index` that the kernels in use need; NULL when there is none. */
 CODA_API const char *coda_model_feature(const coda_model *model, size_t index);
 
-/* Bytes of constants, as stored. */
+/* Bytes of constants, as stored. A level whose layout is not the stored one has a copy of its own as well. */
 CODA_API size_t coda_model_constant_bytes(const coda_model *model);
 
 /* --- session ------------------------------------------------------------------------------------------------------ */

@@ -158,9 +158,12 @@ PyType_Slot block_slots[] = {{Py_bf_getbuffer, (void *)&Block::get_buffer}, {0, 
 
 class Session {
 public:
-  Session(const nb::object &source, int32_t threads, uint64_t seed) {
+  Session(const nb::object &source, int32_t threads, uint64_t seed, const std::string &target) {
     coda_error error;
     coda_code code;
+    coda_model_options model_options = {};
+    model_options.size = sizeof model_options;
+    model_options.target = target.empty() ? nullptr : target.c_str();
     if (nb::isinstance<nb::bytes>(source)) {
       const nb::bytes bytes = nb::cast<nb::bytes>(source);
       memory_ = std::aligned_alloc(64, (bytes.size() + 64) / 64 * 64);
@@ -168,11 +171,11 @@ public:
         throw std::bad_alloc();
       std::memcpy(memory_, bytes.c_str(), bytes.size());
       nb::gil_scoped_release release;
-      code = coda_model_open_memory(memory_, bytes.size(), &model_, &error);
+      code = coda_model_open_memory(memory_, bytes.size(), &model_options, &model_, &error);
     } else {
       const std::string path = nb::cast<std::string>(source);
       nb::gil_scoped_release release;
-      code = coda_model_open(path.c_str(), &model_, &error);
+      code = coda_model_open(path.c_str(), &model_options, &model_, &error);
     }
     if (code == CODA_OK) {
       coda_session_options options = {};
@@ -232,6 +235,19 @@ public:
     const char *key, *value;
     for (size_t i = 0; coda_model_metadata(model_, i, &key, &value) == 0; i++)
       result[text(key)] = text(value);
+    return result;
+  }
+
+  nb::str target() {
+    check_open();
+    return text(coda_model_target(model_));
+  }
+
+  nb::list held_targets() {
+    check_open();
+    nb::list result;
+    for (size_t i = 0; const char *name = coda_model_held_target(model_, i); i++)
+      result.append(text(name));
     return result;
   }
 
@@ -395,11 +411,14 @@ NB_MODULE(_runtime, m) {
   m.def("dtype_name", &coda_dtype_name, nb::arg("dtype"), "numpy's name of an element type given by its ONNX number.");
   nb::class_<Block>(m, "Block", nb::type_slots(block_slots), "Bytes that arrays can share.");
   nb::class_<Session>(m, "Session")
-      .def(nb::init<nb::object, int32_t, uint64_t>(), nb::arg("source"), nb::arg("threads"), nb::arg("seed"))
+      .def(nb::init<nb::object, int32_t, uint64_t, std::string>(), nb::arg("source"), nb::arg("threads"), nb::arg("seed"),
+           nb::arg("target"))
       .def("close", &Session::close)
       .def("tensors", &Session::tensors, nb::arg("outputs"),
            "(name, element type, dims) of each input, or of each output.")
       .def("metadata", &Session::metadata)
+      .def("target", &Session::target)
+      .def("held_targets", &Session::held_targets)
       .def("shapes", &Session::shapes, nb::arg("inputs"),
            "The outputs' dims for inputs given as (element type, array) or None; -1 where data decides.")
       .def("run", &Session::run, nb::arg("inputs"), nb::arg("outputs"), nb::arg("copied"),

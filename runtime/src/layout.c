@@ -348,7 +348,7 @@ coda_code coda_layout_continue(coda_layout *layout, const coda_plan *plan, uint3
 }
 
 void coda_layout_place(coda_layout *layout, const coda_plan *plan, uint32_t phase, const uint8_t *constants,
-                       const uint8_t *arena) {
+                       const uint8_t *repacked, const uint8_t *arena) {
   uint64_t *address = layout->addresses;
   for (uint32_t i = 0; i < plan->step_count; i++)
     for (uint32_t k = 0; k < plan->steps[i].buffer_count; k++, address++) {
@@ -358,6 +358,8 @@ void coda_layout_place(coda_layout *layout, const coda_plan *plan, uint32_t phas
         continue;
       if (b->kind == BUFFER_CONSTANT)
         *address = (uintptr_t)(constants + b->index);
+      else if (b->kind == BUFFER_REPACKED)
+        *address = (uintptr_t)(repacked + b->index);
       else if (b->kind == BUFFER_ARENA)
         *address = (uintptr_t)(arena + layout->offsets[index]);
     }

@@ -48,6 +48,6 @@ coda_code coda_layout_continue(coda_layout *layout, const coda_plan *plan, uint3
 
 /* Writes the addresses of buffers in the arena of `phase`, and with the first phase of constants. */
 void coda_layout_place(coda_layout *layout, const coda_plan *plan, uint32_t phase, const uint8_t *constants,
-                       const uint8_t *arena);
+                       const uint8_t *repacked, const uint8_t *arena);
 
 #endif

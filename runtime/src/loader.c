@@ -35,8 +35,10 @@ static const char *machine_name(unsigned machine) {
   return "another machine";
 }
 
-static coda_code check_machine(const coda_section *section, coda_error *error) {
+coda_code coda_library_check(const coda_section *section, coda_error *error) {
   const uint8_t *elf = section->data;
+  if (!section->size)
+    return CODA_OK;
   if (section->size < EI_NIDENT + 4 || memcmp(elf, ELFMAG, SELFMAG) != 0)
     return coda_fail(error, CODA_ERROR_BUNDLE, "bundle's kernel library is not an ELF file");
   const unsigned machine =
@@ -64,7 +66,7 @@ static int write_all(int file, const uint8_t *data, size_t size) {
 coda_code coda_library_open(coda_library *library, const coda_section *section, coda_error *error) {
   char path[32];
   *library = CODA_LIBRARY_NONE;
-  coda_code code = check_machine(section, error);
+  coda_code code = coda_library_check(section, error);
   if (code)
     return code;
   library->file = memfd_create("coda-kernels", MFD_CLOEXEC);

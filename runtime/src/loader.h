@@ -14,6 +14,9 @@ typedef struct {
 
 #define CODA_LIBRARY_NONE ((coda_library){NULL, -1})
 
+/* Whether a shared object is for this machine; an empty one, of a plan without kernels, is for every one. */
+coda_code coda_library_check(const coda_section *section, coda_error *error);
+
 /* Loads a shared object, after checking that it is for this machine. */
 coda_code coda_library_open(coda_library *library, const coda_section *section, coda_error *error);
 

@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -15,16 +16,46 @@ enum { DIM_TEXT = 96, CONSTANT_ALIGNMENT = 64 };
 
 /* --- opening ------------------------------------------------------------------------------------------------------ */
 
-static coda_code check_features(const coda_model *model, coda_error *error) {
-  const coda_section *features = &model->sections[SECTION_FEATURES];
-  if (!coda_section_is_strings(features) || !coda_section_is_strings(&model->sections[SECTION_METADATA]))
-    return coda_fail(error, CODA_ERROR_BUNDLE, "bundle is invalid: its features or metadata do not end in a zero byte");
+/* The first feature of a level that this CPU lacks; NULL if it has them all. */
+static const char *missing_feature(const coda_level *level) {
   const char *name;
-  for (size_t i = 0; (name = coda_section_string(features, i)); i++)
+  for (size_t i = 1; (name = coda_section_string(&level->target, i)); i++)
     if (!coda_cpu_has(name))
-      return coda_fail(error, CODA_ERROR_TARGET,
-                       "bundle needs the CPU feature '%s', which this CPU lacks: build it for another target", name);
-  return CODA_OK;
+      return name;
+  return NULL;
+}
+
+static const char *level_name(const coda_level *level) { return coda_section_string(&level->target, 0); }
+
+static coda_code check_level(const coda_level *level, coda_error *error) {
+  coda_code code = coda_library_check(&level->library, error);
+  const char *feature = code ? NULL : missing_feature(level);
+  if (feature)
+    return coda_fail(error, CODA_ERROR_TARGET,
+                     "bundle needs the CPU feature '%s', which this CPU lacks: build it for another target", feature);
+  return code;
+}
+
+/* The level that was asked for, or else the last one that runs here. */
+static coda_code choose_level(coda_model *model, const char *target, coda_error *error) {
+  const coda_bundle *bundle = &model->bundle;
+  char names[256] = "";
+  coda_code code = CODA_OK;
+  for (uint32_t i = bundle->level_count; i-- > 0 && !model->level;) {
+    const coda_level *level = &bundle->levels[i];
+    const size_t used = strlen(names);
+    snprintf(names + used, sizeof names - used, "%s'%s'", used ? ", " : "", level_name(level));
+    if (target && strcmp(target, level_name(level)) != 0)
+      continue;
+    code = check_level(level, error);
+    if (!code)
+      model->level = level;
+    if (target || (code && code != CODA_ERROR_TARGET))
+      return code;
+  }
+  if (target)
+    return coda_fail(error, CODA_ERROR_TARGET, "bundle holds no kernels for '%s', but for %s", target, names);
+  return model->level ? CODA_OK : code;
 }
 
 static coda_code find_kernels(coda_model *model, coda_error *error) {
@@ -74,22 +105,48 @@ static coda_code describe(coda_model *model, coda_error *error) {
   return CODA_OK;
 }
 
-static coda_code load(coda_model *model, coda_error *error) {
-  coda_code code = coda_bundle_read(model->data, model->size, model->sections, error);
-  const coda_section *plan = &model->sections[SECTION_PLAN];
+/* Makes the constants that this level has in a layout of its own. */
+static coda_code repack(coda_model *model, coda_error *error) {
+  const coda_plan *plan = &model->plan;
+  if (coda_block_reserve(&model->repacked, plan->repacked_bytes, CONSTANT_ALIGNMENT, &coda_system_allocator))
+    return coda_fail(error, CODA_ERROR_MEMORY, "no memory for %zu bytes of constants", plan->repacked_bytes);
+  for (uint32_t i = 0; i < plan->move_count; i++) {
+    const plan_move *m = &plan->moves[i];
+    const uint8_t *from = model->bundle.constants.data + m->from;
+    uint8_t *to = model->repacked.data + m->to;
+    for (uint32_t row = 0; row < m->rows; row++)
+      memcpy(to + (size_t)row * m->to_stride, from + (size_t)row * m->from_stride, m->row_bytes);
+  }
+  return CODA_OK;
+}
+
+static coda_code load(coda_model *model, const char *target, coda_error *error) {
+  coda_code code = coda_bundle_read(model->data, model->size, &model->bundle, error);
   if (!code)
-    code = check_features(model, error);
+    code = choose_level(model, target, error);
   if (!code)
-    code = coda_plan_parse(&model->plan, plan->data, plan->size, model->sections[SECTION_CONSTANTS].size, error);
+    code = coda_plan_parse(&model->plan, model->level->plan.data, model->level->plan.size,
+                           model->bundle.constants.size, error);
   if (!code && model->plan.kernel_count) /* a plan of no steps has no library either */
-    code = coda_library_open(&model->library, &model->sections[SECTION_LIBRARY], error);
+    code = coda_library_open(&model->library, &model->level->library, error);
   if (!code)
     code = find_kernels(model, error);
+  if (!code)
+    code = repack(model, error);
   return code ? code : describe(model, error);
 }
 
+/* The options that the caller's version of the structure has; the rest are defaults. */
+static coda_model_options read_options(const coda_model_options *given) {
+  coda_model_options options = {.size = sizeof options};
+  if (given)
+    memcpy(&options, given, given->size < sizeof options ? given->size : sizeof options);
+  return options;
+}
+
 /* Takes over the mapping, also when it fails. */
-static coda_code open_data(const uint8_t *data, size_t size, int mapped, coda_model **result, coda_error *error) {
+static coda_code open_data(const uint8_t *data, size_t size, int mapped, const coda_model_options *given,
+                           coda_model **result, coda_error *error) {
   coda_model *model = calloc(1, sizeof *model);
   if (!model) {
     if (mapped)
@@ -101,7 +158,7 @@ static coda_code open_data(const uint8_t *data, size_t size, int mapped, coda_mo
   model->size = size;
   model->mapped = mapped;
   model->library = CODA_LIBRARY_NONE;
-  coda_code code = load(model, error);
+  coda_code code = load(model, read_options(given).target, error);
   if (code)
     coda_model_free(model);
   else
@@ -109,7 +166,7 @@ static coda_code open_data(const uint8_t *data, size_t size, int mapped, coda_mo
   return code;
 }
 
-coda_code coda_model_open(const char *path, coda_model **model, coda_error *error) {
+coda_code coda_model_open(const char *path, const coda_model_options *options, coda_model **model, coda_error *error) {
   if (!path || !model)
     return coda_fail(error, CODA_ERROR_ARGUMENT, "coda_model_open needs a path and a place for the model");
   *model = NULL;
@@ -131,18 +188,19 @@ coda_code coda_model_open(const char *path, coda_model **model, coda_error *erro
     return coda_fail(error, CODA_ERROR_FILE, "bundle '%s' cannot be mapped: %s", path, strerror(errno));
   madvise(data, size, MADV_WILLNEED);
   coda_error inner;
-  coda_code code = open_data(data, size, 1, model, &inner);
+  coda_code code = open_data(data, size, 1, options, model, &inner);
   return code ? coda_fail(error, code, "%s: %s", path, inner.message) : CODA_OK;
 }
 
-coda_code coda_model_open_memory(const void *data, size_t size, coda_model **model, coda_error *error) {
+coda_code coda_model_open_memory(const void *data, size_t size, const coda_model_options *options, coda_model **model,
+                                 coda_error *error) {
   if (!data || !model)
     return coda_fail(error, CODA_ERROR_ARGUMENT, "coda_model_open_memory needs data and a place for the model");
   *model = NULL;
   if ((uintptr_t)data % CONSTANT_ALIGNMENT != 0)
     return coda_fail(error, CODA_ERROR_ARGUMENT, "a bundle in memory must begin at a multiple of %d bytes",
                      CONSTANT_ALIGNMENT);
-  return open_data(data, size, 0, model, error);
+  return open_data(data, size, 0, options, model, error);
 }
 
 void coda_model_hold(coda_model *model) { atomic_fetch_add_explicit(&model->holders, 1, memory_order_relaxed); }
@@ -152,6 +210,7 @@ void coda_model_free(coda_model *model) {
     return;
   coda_library_close(&model->library);
   coda_plan_free(&model->plan);
+  coda_block_free(&model->repacked, &coda_system_allocator);
   void *tables[] = {model->kernels, model->inputs, model->outputs, model->steps, model->dim_text};
   for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
     free(tables[i]);
@@ -181,14 +240,20 @@ const coda_step_info *coda_model_step(const coda_model *model, size_t index) {
 }
 
 int coda_model_metadata(const coda_model *model, size_t index, const char **key, const char **value) {
-  const coda_section *metadata = &model->sections[SECTION_METADATA];
+  const coda_section *metadata = &model->bundle.metadata;
   *key = coda_section_string(metadata, 2 * index);
   *value = coda_section_string(metadata, 2 * index + 1);
   return *key && *value ? 0 : -1;
 }
 
 const char *coda_model_feature(const coda_model *model, size_t index) {
-  return coda_section_string(&model->sections[SECTION_FEATURES], index);
+  return coda_section_string(&model->level->target, index + 1);
 }
 
-size_t coda_model_constant_bytes(const coda_model *model) { return model->sections[SECTION_CONSTANTS].size; }
+const char *coda_model_target(const coda_model *model) { return level_name(model->level); }
+
+const char *coda_model_held_target(const coda_model *model, size_t index) {
+  return index < model->bundle.level_count ? level_name(&model->bundle.levels[index]) : NULL;
+}
+
+size_t coda_model_constant_bytes(const coda_model *model) { return model->bundle.constants.size; }

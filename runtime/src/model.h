@@ -6,6 +6,7 @@
 
 #include "bundle.h"
 #include "loader.h"
+#include "memory.h"
 #include "plan.h"
 
 struct coda_model {
@@ -13,8 +14,10 @@ struct coda_model {
   const uint8_t *data;
   size_t size;
   int mapped; /* whether data is our mapping of a file */
-  coda_section sections[SECTION_COUNT];
+  coda_bundle bundle;
+  const coda_level *level; /* that is in use */
   coda_plan plan;
+  coda_block repacked; /* constants in the level's own layout */
   coda_library library;
   coda_kernel *kernels; /* by the plan's kernel index */
   coda_tensor_info *inputs, *outputs;

@@ -9,7 +9,7 @@
 #include "bytes.h"
 
 enum {
-  HEADER = 44,
+  HEADER = 48,
   EXPR = 24,
   TENSOR = 16,
   BUFFER = 24,
@@ -17,6 +17,7 @@ enum {
   WORD = 4,
   CONSTRAINT = 16,
   READ = 24,
+  MOVE = 32,
   CONSTANT_ALIGNMENT = 64
 };
 
@@ -24,7 +25,7 @@ enum {
 
 /* The section's tables as bytes. */
 typedef struct {
-  const uint8_t *exprs, *tensors, *buffers, *steps, *symbols, *kernels, *words, *constraints, *reads;
+  const uint8_t *exprs, *tensors, *buffers, *steps, *symbols, *kernels, *words, *constraints, *reads, *moves;
   const char *strings;
   uint32_t string_bytes;
 } raw_tables;
@@ -34,7 +35,7 @@ static coda_code locate(coda_plan *plan, raw_tables *raw, const uint8_t *data, s
     return BAD("it has %zu bytes, its header alone needs %d", size, HEADER);
   uint32_t *const counts[] = {&plan->symbol_count, &plan->expr_count,      &plan->input_count, &plan->output_count,
                               &plan->buffer_count, &plan->kernel_count,    &plan->step_count,  &plan->word_count,
-                              &raw->string_bytes,  &plan->constraint_count, &plan->read_count};
+                              &raw->string_bytes,  &plan->constraint_count, &plan->read_count,  &plan->move_count};
   for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
     *counts[i] = coda_u32(data + 4 * i);
   if (plan->symbol_count > CODA_MAX_SYMBOLS)
@@ -53,8 +54,9 @@ static coda_code locate(coda_plan *plan, raw_tables *raw, const uint8_t *data, s
       {&raw->words, (uint64_t)plan->word_count * WORD},
       {&raw->constraints, (uint64_t)plan->constraint_count * CONSTRAINT},
       {&raw->reads, (uint64_t)plan->read_count * READ},
+      {&raw->moves, (uint64_t)plan->move_count * MOVE},
   };
-  uint64_t offset = HEADER; /* cannot overflow: ten products of 32 bits and less than 64 */
+  uint64_t offset = HEADER; /* cannot overflow: eleven products of 32 bits and less than 64 */
   for (size_t i = 0; i < sizeof tables / sizeof *tables; i++) {
     if (tables[i].bytes > size - offset)
       return BAD("its tables need more than its %zu bytes", size);
@@ -81,6 +83,7 @@ static bool allocate(coda_plan *plan) {
          (plan->steps = calloc(plan->step_count + spare, sizeof *plan->steps)) &&
          (plan->constraints = calloc(plan->constraint_count + spare, sizeof *plan->constraints)) &&
          (plan->reads = calloc(plan->read_count + spare, sizeof *plan->reads)) &&
+         (plan->moves = calloc(plan->move_count + spare, sizeof *plan->moves)) &&
          (plan->phases = calloc((size_t)plan->read_count + 2, sizeof *plan->phases)) &&
          (plan->words = calloc(plan->word_count + spare, sizeof *plan->words));
 }
@@ -225,8 +228,8 @@ static coda_code read_tensors(coda_plan *plan, const raw_tables *raw, coda_error
   return CODA_OK;
 }
 
-/* A constant's size must be a number: it is checked here, once, against the constants section. */
-static coda_code check_constant(const coda_plan *plan, const plan_buffer *b, uint32_t i, size_t constant_bytes,
+/* A constant's size must be a number: it is checked here, once, against the constants section or what is repacked. */
+static coda_code check_constant(coda_plan *plan, const plan_buffer *b, uint32_t i, size_t constant_bytes,
                                 coda_error *error) {
   const plan_expr *size = &plan->exprs[b->size];
   if (size->op != EXPR_CONST || size->a < 0)
@@ -234,8 +237,11 @@ static coda_code check_constant(const coda_plan *plan, const plan_buffer *b, uin
   if (b->index % CONSTANT_ALIGNMENT != 0)
     return BAD("constant buffer %" PRIu32 " is at byte %" PRIu64 ", not a multiple of %d", i, b->index,
                CONSTANT_ALIGNMENT);
-  if (b->index > constant_bytes || (uint64_t)size->a > constant_bytes - b->index)
-    return BAD("constant buffer %" PRIu32 " ends beyond the %zu bytes of constants", i, constant_bytes);
+  const size_t limit = b->kind == BUFFER_CONSTANT ? constant_bytes : SIZE_MAX / 2;
+  if (b->index > limit || (uint64_t)size->a > limit - b->index)
+    return BAD("constant buffer %" PRIu32 " ends beyond the %zu bytes of constants", i, limit);
+  if (b->kind == BUFFER_REPACKED && b->index + (uint64_t)size->a > plan->repacked_bytes)
+    plan->repacked_bytes = (size_t)(b->index + (uint64_t)size->a);
   return CODA_OK;
 }
 
@@ -244,12 +250,12 @@ static coda_code read_buffers(coda_plan *plan, const raw_tables *raw, size_t con
     const uint8_t *p = raw->buffers + BUFFER * (size_t)i;
     plan_buffer *b = &plan->buffers[i];
     *b = (plan_buffer){coda_u32(p), coda_u32(p + 4), coda_u64(p + 8), coda_u32(p + 16), coda_u32(p + 20), 0};
-    if (b->kind >= BUFFER_KINDS)
+    if (b->kind >= BUFFER_KINDS || b->kind == BUFFER_STATE)
       return BAD("buffer %" PRIu32 " is of kind %" PRIu32 ", which this runtime does not know", i, b->kind);
     if (check_entry(b->size, plan->expr_count, "a buffer's size", error))
       return CODA_ERROR_BUNDLE;
     coda_code code = CODA_OK;
-    if (b->kind == BUFFER_CONSTANT)
+    if (b->kind == BUFFER_CONSTANT || b->kind == BUFFER_REPACKED)
       code = check_constant(plan, b, i, constant_bytes, error);
     else if (b->kind == BUFFER_ARENA && (b->first > b->last || b->last >= plan->step_count))
       code = BAD("buffer %" PRIu32 " lives from step %" PRIu32 " to %" PRIu32 " of %" PRIu32, i, b->first, b->last,
@@ -267,6 +273,28 @@ static coda_code read_buffers(coda_plan *plan, const raw_tables *raw, size_t con
     if (plan->exprs[b->size].phase > b->phase)
       return BAD("buffer %" PRIu32 " has a size that is not known when it is needed", i);
   }
+  return CODA_OK;
+}
+
+/* Every byte of repacked constants but the gaps between them is written by a move; so there are no more than moves write. */
+static coda_code read_moves(coda_plan *plan, const raw_tables *raw, size_t constant_bytes, coda_error *error) {
+  uint64_t moved = 0;
+  for (uint32_t i = 0; i < plan->move_count; i++) {
+    const uint8_t *p = raw->moves + MOVE * (size_t)i;
+    plan_move *m = &plan->moves[i];
+    *m = (plan_move){coda_u64(p),      coda_u64(p + 8),  coda_u32(p + 16),
+                     coda_u32(p + 20), coda_u32(p + 24), coda_u32(p + 28)};
+    if (m->rows == 0 || m->row_bytes > m->from_stride || m->row_bytes > m->to_stride)
+      return BAD("move %" PRIu32 " has rows that overlap, or none", i);
+    const uint64_t last = m->rows - 1, from = last * m->from_stride + m->row_bytes, to = last * m->to_stride + m->row_bytes;
+    if (from > constant_bytes || m->from > constant_bytes - from)
+      return BAD("move %" PRIu32 " reads beyond the %zu bytes of constants", i, constant_bytes);
+    if (to > plan->repacked_bytes || m->to > plan->repacked_bytes - to)
+      return BAD("move %" PRIu32 " writes beyond the %zu bytes of repacked constants", i, plan->repacked_bytes);
+    moved += (uint64_t)m->rows * m->row_bytes; /* at most so many times the constants' size as there are moves */
+  }
+  if (plan->repacked_bytes > moved + (uint64_t)plan->buffer_count * CONSTANT_ALIGNMENT)
+    return BAD("it has %zu bytes of repacked constants, of which moves write %" PRIu64, plan->repacked_bytes, moved);
   return CODA_OK;
 }
 
@@ -369,6 +397,7 @@ static coda_code parse(coda_plan *plan, const uint8_t *data, size_t size, size_t
   if (read_names(&raw, raw.symbols, plan->symbol_count, plan->symbols, error) ||
       read_names(&raw, raw.kernels, plan->kernel_count, plan->kernels, error) || read_reads(plan, &raw, error) ||
       read_exprs(plan, &raw, error) || read_tensors(plan, &raw, error) || read_buffers(plan, &raw, constant_bytes, error) ||
+      read_moves(plan, &raw, constant_bytes, error) ||
       read_constraints(plan, &raw, error))
     return CODA_ERROR_BUNDLE;
   for (uint32_t i = 0; i < plan->step_count; i++)
@@ -388,7 +417,7 @@ coda_code coda_plan_parse(coda_plan *plan, const uint8_t *data, size_t size, siz
 void coda_plan_free(coda_plan *plan) {
   void *tables[] = {plan->symbols, plan->bindings, plan->exprs, plan->inputs, plan->outputs,
                     plan->buffers, plan->kernels,  plan->steps, plan->words,  plan->constraints,
-                    plan->reads,   plan->phases};
+                    plan->reads,   plan->phases,   plan->moves};
   for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
     free(tables[i]);
   memset(plan, 0, sizeof *plan);

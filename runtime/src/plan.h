@@ -37,12 +37,20 @@ typedef struct {
   const uint32_t *dims; /* rank entries of the size table */
 } plan_tensor;
 
-typedef enum { BUFFER_INPUT, BUFFER_OUTPUT, BUFFER_CONSTANT, BUFFER_ARENA, BUFFER_KINDS } buffer_kind;
+typedef enum {
+  BUFFER_INPUT,
+  BUFFER_OUTPUT,
+  BUFFER_CONSTANT,
+  BUFFER_ARENA,
+  BUFFER_STATE, /* reserved */
+  BUFFER_REPACKED,
+  BUFFER_KINDS
+} buffer_kind;
 
 typedef struct {
   uint32_t kind;
   uint32_t size; /* entry of the size table: bytes */
-  uint64_t index; /* of the input or output; byte offset of a constant */
+  uint64_t index; /* of the input or output; byte offset of a constant or a repacked one */
   uint32_t first, last;
   uint32_t phase; /* in which it gets its memory: that of its first step, of its output */
 } plan_buffer;
@@ -74,6 +82,12 @@ typedef struct {
   uint64_t element;
 } plan_read;
 
+/* Rows of constants that are copied to where repacked ones lie. */
+typedef struct {
+  uint64_t from, to;
+  uint32_t row_bytes, rows, from_stride, to_stride;
+} plan_move;
+
 /* The input dimension that gives a symbol its value. */
 typedef struct {
   uint32_t input, axis;
@@ -81,7 +95,7 @@ typedef struct {
 
 typedef struct {
   uint32_t symbol_count, expr_count, input_count, output_count, buffer_count, kernel_count, step_count, word_count,
-      constraint_count, read_count, phase_count;
+      constraint_count, read_count, move_count, phase_count;
   const char **symbols;
   plan_binding *bindings; /* by symbol */
   plan_expr *exprs;
@@ -91,6 +105,8 @@ typedef struct {
   plan_step *steps;
   plan_constraint *constraints;
   plan_read *reads; /* ordered by step */
+  plan_move *moves;
+  size_t repacked_bytes;
   uint32_t *phases; /* the first step of each, and behind the last the number of steps */
   uint32_t *words; /* what the dims, buffers and ints above point into */
   uint32_t dim_count; /* of all inputs together */

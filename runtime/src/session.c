@@ -349,7 +349,8 @@ static coda_code reserve(coda_session *session, coda_layout *layout, uint32_t ph
     return coda_fail(error, CODA_ERROR_MEMORY, "no memory for an arena of %zu bytes, scratch of %zu and outputs of %zu",
                      bytes, scratch, owned);
   if (layout->arenas[phase].memory != arena->data)
-    coda_layout_place(layout, plan, phase, session->model->sections[SECTION_CONSTANTS].data, arena->data);
+    coda_layout_place(layout, plan, phase, session->model->bundle.constants.data, session->model->repacked.data,
+                      arena->data);
   return CODA_OK;
 }
 

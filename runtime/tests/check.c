@@ -303,7 +303,7 @@ static uint64_t random_below(uint64_t limit) { /* xorshift, Marsaglia 2003 */
 static coda_code try_open(const uint8_t *data, size_t size) {
   coda_model *model = NULL;
   coda_error error = {CODA_OK, ""};
-  const coda_code code = coda_model_open_memory(data, size, &model, &error);
+  const coda_code code = coda_model_open_memory(data, size, NULL, &model, &error);
   CHECK((code == CODA_OK) == (model != NULL));
   CHECK(code == CODA_OK || (error.code == code && error.message[0]));
   if (model) {
@@ -368,7 +368,7 @@ static void check_file(const char *path) {
   if (!data || !copy || fread(data, 1, size, file) != size)
     exit(2);
   fclose(file);
-  CHECK(coda_model_open_memory(data + 1, size - 1, &model, NULL) == CODA_ERROR_ARGUMENT);
+  CHECK(coda_model_open_memory(data + 1, size - 1, NULL, &model, NULL) == CODA_ERROR_ARGUMENT);
   check_damage(copy, data, size);
   check_nonsense(copy, data, size);
   free(data);
@@ -383,9 +383,9 @@ int main(int count, char **words) {
   CHECK(coda_abi_version() == CODA_ABI_VERSION);
   check_pool();
   check_cores();
-  CHECK(coda_model_open("/nowhere/at all.coda", &model, &error) == CODA_ERROR_FILE && !model);
-  CHECK(coda_model_open("/", &model, &error) == CODA_ERROR_FILE);
-  CHECK(coda_model_open(words[1], &model, &error) == CODA_OK);
+  CHECK(coda_model_open("/nowhere/at all.coda", NULL, &model, &error) == CODA_ERROR_FILE && !model);
+  CHECK(coda_model_open("/", NULL, &model, &error) == CODA_ERROR_FILE);
+  CHECK(coda_model_open(words[1], NULL, &model, &error) == CODA_OK);
   check_runs(model);
   check_allocator(model);
   check_misuse(model);
@@ -394,7 +394,7 @@ int main(int count, char **words) {
   coda_model_free(model); /* the session keeps it */
   run(session, 2, 17, true);
   coda_session_free(session);
-  CHECK(coda_model_open(words[2], &model, &error) == CODA_OK);
+  CHECK(coda_model_open(words[2], NULL, &model, &error) == CODA_OK);
   check_places(model);
   coda_model_free(model);
   check_file(words[1]);

@@ -150,7 +150,7 @@ static void serve_bundle(const char *path, int threads) {
   coda_model *model;
   coda_session *session;
   coda_error error;
-  if (coda_model_open(path, &model, &error) || coda_session_create(model, &options, &session, &error))
+  if (coda_model_open(path, NULL, &model, &error) || coda_session_create(model, &options, &session, &error))
     stop(error.message);
   if (coda_model_input_count(model) > MAX_TENSORS || coda_model_output_count(model) > MAX_TENSORS)
     stop("too many tensors");
