@@ -79,8 +79,14 @@ class Kernel:
             end = body.let(tirx.min(begin + self.schedule.panels, index(shape.panels)), "end")
             if shape.rows_outer:
                 self._tiles(first, last, lambda rows: self._over_panels(begin, end, partial(self._whole_tile, rows)))
+            elif shape.format.converts:
+                with body.when(last - first > index(self.schedule.rows)):
+                    self._parts(begin, end, first, last, converted=True)
+                with body.when(last - first <= index(self.schedule.rows)):
+                    rows = self._one_tile(first, last)
+                    self._over_panels(begin, end, partial(self._whole_tile, rows))
             else:
-                self._over_panels(begin, end, lambda panel, columns: self._panel(panel, columns, first, last))
+                self._parts(begin, end, first, last)
 
     def merge(self, symbol: str) -> tirx.PrimFunc:
         """The kernel that makes whole rows' statistics of the panels'."""
@@ -143,45 +149,41 @@ class Kernel:
             with body.when(end > index(whole)):
                 write(index(whole), shape.columns(rest))
 
-    def _panel(self, panel: Expr, columns: Columns, first: Expr, last: Expr) -> None:
-        """All rows of an item with one panel."""
-        body, rows = self.body, self.schedule.rows
-        if not self.shape.format.converts:
-            self._parts(panel, columns, first, last)
-            return
-        with body.when(last - first > index(rows)):
-            self._convert(panel, columns)
-            self._parts(panel, columns, first, last, converted=True)
-        with body.when(last - first <= index(rows)):
-            clamped = [first, *(body.let(tirx.min(first + i, last - 1), "row") for i in range(1, rows))]
-            valid = [None, *(first + i < last for i in range(1, rows))]
-            self._whole_tile(TileRows(index(0), index(1), first, clamped, valid), panel, columns)
-
-    def _parts(self, panel: Expr, columns: Columns, first: Expr, last: Expr, converted: bool = False) -> None:
-        """The tiles, for each part of K; with several parts, accumulators wait in scratch for the next one."""
-        parts = self.shape.parts
+    def _parts(self, begin: Expr, end: Expr, first: Expr, last: Expr, converted: bool = False) -> None:
+        """For each part of K all panels of an item; with several parts, accumulators wait in scratch for the next one."""
+        parts, size = self.shape.parts, self.shape.part_size
 
         def write(part: Part) -> None:
-            self._tiles(first, last, lambda rows: Tile(self, panel, columns, rows, converted, part).write())
+            def tiles(panel: Expr, columns: Columns) -> None:
+                if converted:
+                    self._convert(panel, columns, part)
+                self._tiles(first, last, lambda rows: Tile(self, panel, columns, rows, converted, part).write())
+
+            self._over_panels(begin, end, tiles)
 
         if parts > 1:
-            size = self.schedule.k_block
             with self.body.loop(0, parts - 1, "part") as number:
                 write(Part(number, number * size, size, last=False))
             write(Part(parts - 1, (parts - 1) * size, self.shape.k - (parts - 1) * size))
         else:
             write(Part(0, 0, self.left.run))
 
+    def _one_tile(self, first: Expr, last: Expr) -> TileRows:
+        """An item's rows as one tile, of which rows may be missing."""
+        rows = range(1, self.schedule.rows)
+        clamped = [first, *(self.body.let(tirx.min(first + i, last - 1), "row") for i in rows)]
+        return TileRows(index(0), index(1), first, clamped, [None, *(first + i < last for i in rows)])
+
     def _whole_tile(self, rows: TileRows, panel: Expr, columns: Columns) -> None:
         Tile(self, panel, columns, rows, part=Part(0, 0, self.left.run)).write()
 
-    def _convert(self, panel: Expr, columns: Columns) -> None:
-        """The panel in float32, to scratch."""
+    def _convert(self, panel: Expr, columns: Columns, part: Part) -> None:
+        """A part of the panel in float32, to scratch."""
         weights = self.weight.panel(self.body, panel, self.schedule.width, columns.width)
-        with self.body.loop(0, self.shape.k, "k") as step:
+        with self.body.loop(0, part.size if self.shape.parts > 1 else self.shape.k, "k") as step:
             for at in range(0, columns.width, self.schedule.lanes):
                 count = min(self.schedule.lanes, columns.width - at)
-                value = weights.load(step, at, count)
+                value = weights.load(part.start + step, at, count)
                 self.body.store(self.scratch, step * columns.width + (self.shape.converted_at + at), value)
 
     def _tiles(self, first: Expr, last: Expr, write: Callable[[TileRows], None]) -> None:

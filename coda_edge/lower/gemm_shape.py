@@ -67,6 +67,11 @@ class GemmShape:
         return -(-self.k // self.schedule.k_block) if blocked else 1
 
     @property
+    def part_size(self) -> int:
+        """Steps of a part of K, the last one excepted."""
+        return self.schedule.k_block if self.parts > 1 else self.k
+
+    @property
     def rows_outer(self) -> bool:
         """Whether tiles of the same rows follow each other: not where a panel is made ready for all rows, or K comes in parts."""
         return self.schedule.rows_outer and not self.format.converts and self.parts == 1
@@ -89,12 +94,13 @@ class GemmShape:
     @property
     def waiting_at(self) -> int:
         """Where in the scratch accumulators wait for the next part of K."""
-        return self.converted_at + (self.k * self.schedule.width if self.format.converts else 0)
+        return self.converted_at + (self.part_size * self.schedule.width if self.format.converts else 0)
 
     @property
     def packed_at(self) -> int:
         """Where in the scratch packed rows begin."""
-        return self.waiting_at + (self.schedule.block_rows * self.schedule.width if self.parts > 1 else 0)
+        waiting = self.schedule.block_rows * self.schedule.width * self.schedule.panels
+        return self.waiting_at + (waiting if self.parts > 1 else 0)
 
     def orders(self) -> list[list[int]]:
         """The columns of each panel, in the order in which they lie."""

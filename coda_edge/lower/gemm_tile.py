@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 from tvm import tirx
 
 from ..epilogue.program import Kind, Output, Param, Rows
-from ..epilogue.tir import Columns, Evaluator, Place, as_stored, level
+from ..epilogue.tir import STORAGE, Columns, Evaluator, Place, as_stored, level
 from .body import Buffer, Expr, Index, f32, index, lanes, load, shuffle, widen
 from .gemm_layout import Layout, scaled
 from .weights import WeightPanel
@@ -93,6 +94,8 @@ class Tile:
     def write(self) -> None:
         """The tile: its products, then its epilogue, or its accumulators to scratch."""
         self._begin()
+        if self.part.last:
+            self._touch()
         self._multiply()
         if self.part.last:
             self._epilogue()
@@ -116,9 +119,11 @@ class Tile:
                     body.store(self.acc[place], 0, load(self.kernel.scratch, at, self._lanes(place)))
 
     def _waiting(self) -> Iterator[tuple[Place, Expr]]:
-        """Where accumulators wait in scratch: ``[row of the item, column]``."""
-        width = self.kernel.schedule.width
-        start = self.body.let((self.rows[0] - self.place.first) * width + self.shape.waiting_at, "waiting")
+        """Where accumulators wait in scratch: ``[panel of the item, row of the item, column]``."""
+        schedule = self.kernel.schedule
+        width, panel = schedule.width, tirx.floormod(self.panel, index(schedule.panels))
+        row = panel * schedule.block_rows + self.rows[0] - self.place.first
+        start = self.body.let(row * width + self.shape.waiting_at, "waiting")
         for i in range(len(self.rows)):
             for place, offset, _ in self._pieces():
                 yield Place(i, place.cls, place.part), start + (i * width + offset)
@@ -142,9 +147,8 @@ class Tile:
                 starts = [body.let(start + distance, "run_start") for start in starts]
 
             def step(at: Expr) -> None:
-                weights = [
-                    body.let(self._weights(panel, origin + at, offset, n), "w") for _, offset, n in self._pieces()
-                ]
+                row = at if self.converted and left.count == 1 else origin + at
+                weights = [body.let(self._weights(panel, row, offset, n), "w") for _, offset, n in self._pieces()]
                 a_step = (at if left.count > 1 else origin + at) * left.stride
                 for i, start in enumerate(starts):
                     a = body.let(load(left.buffer, start + a_step), "a")
@@ -161,7 +165,7 @@ class Tile:
                     step(index(start + whole * schedule.unroll + i))
 
             if blocks and schedule.prefetch and part.size:
-                full = left.run if self.shape.parts == 1 else schedule.k_block
+                full = self.shape.part_size if self.shape.parts > 1 else left.run
                 before = part.number * self.place.count * (full // schedule.stride)
                 tile = self.place.number * left.count + run
                 with body.loop(0, blocks, "k_block") as block:
@@ -172,7 +176,7 @@ class Tile:
                 steps(0, part.size)
 
     def _weights(self, panel: WeightPanel, step: Expr, offset: int, count: int) -> Expr:
-        """``count`` weights of row ``step`` of the panel, from its column ``offset`` on."""
+        """``count`` weights of row ``step`` of the panel, of the part that was converted if one was, from its column ``offset`` on."""
         if self.converted:
             at = step * self.columns.width + (self.shape.converted_at + offset)
             return load(self.kernel.scratch, at, count)
@@ -187,6 +191,19 @@ class Tile:
         ahead = self.body.let(step * share, "ahead")
         with self.body.when(ahead < index(size // line_size)), self.body.loop(0, share, "line") as line:
             self.body.prefetch(self.kernel.weight.panels, panel_start + size + (ahead + line) * line_size)
+
+    def _touch(self) -> None:
+        """Asks for the cache lines of the whole tensors that the epilogue will read."""
+        program, schedule = self.shape.program, self.kernel.schedule
+        for param in program.params[1:]:
+            if param.kind is not Kind.TILE or param.rows is not Rows.ALL or param.period is not None:
+                continue
+            wide, line = level(program, param.name), LINE // np.dtype(STORAGE[param.dtype]).itemsize
+            first = self.body.let(self.panel * scaled(schedule.width, wide), "first")
+            for row in self.rows:
+                start = row * program.operand_width(param, self.shape.n) + first
+                for at in range(0, scaled(self.columns.width, wide), line):
+                    self.body.prefetch(self.kernel.operands[param.name], start + at)
 
     def _epilogue(self) -> None:
         if self.shape.program.batched:

@@ -17,7 +17,7 @@ class GemmSchedule:
     - ``tail``: rows that are left over make a tile of the next multiple of ``tail`` rows; ``rows``: of a whole tile.
     - ``panels``: panels of an item. ``rows_outer``: an item goes over its rows outside and its panels inside, not the other way round.
     - ``rows_first``: items that follow each other, which a thread does, share their panels and not their rows.
-    - ``k_block``: K steps after which accumulators wait in scratch, while all tiles of the item go over the same part of the panel;
+    - ``k_block``: K steps after which accumulators wait in scratch, while all tiles of the item's panels go over the same part of K;
       0: they stay in registers for all of K.
     - ``pack``: the item's rows of A are copied to scratch first, those of a tile side by side.
     - ``prefetch``: each item asks for the next panel ahead, a share of it every ``stride`` K steps.
@@ -36,7 +36,7 @@ class GemmSchedule:
     k_block: int = 0
     pack: bool = False
     prefetch: bool = True
-    stride: int = 16
+    stride: int = 8
     unroll: int = 1
     grain: int = 1
 
