@@ -340,7 +340,7 @@ def _bench(
     from .bench import bench as time_in_turn
     from .verify import ort_session
 
-    peers = {"onnxruntime": ort_session(str(model), session.threads)} if model else {}
+    peers = {"onnxruntime": ort_session(str(model), session.threads, by_default=True)} if model else {}
     return time_in_turn(session, feeds, peers, session.threads, rounds, advance)
 
 

@@ -119,6 +119,10 @@ class Case:
                 made[spec.name] = np.zeros(dims, spec.dtype)
         return made
 
+    def constant(self, name: str) -> Array:
+        """The value of a constant operand."""
+        return next(spec.values for spec in self.spec.inputs if spec.name == name and spec.values is not None)
+
     def outputs(self, sizes: Mapping[str, int]) -> dict[str, Array]:
         """Arrays of the shapes and dtypes of the outputs at ``sizes``."""
         return {

@@ -31,7 +31,7 @@ class Stage:
 STAGES = (Stage(2, 1 << 30), Stage(3, 8), Stage(7, 3))
 MARGIN = 0.01
 """By how much a candidate must be faster than the heuristic's, at the least."""
-_DEVIATIONS = 3.0
+_DEVIATIONS = 2.0
 """How many standard errors of its median the gain must be worth."""
 
 

@@ -122,7 +122,11 @@ class Bench:
             return packed[buffer.name]
         if isinstance(buffer, Workspace):
             return self._scratch(buffer.name, evaluate(buffer.size, self.sizes)), 0
-        return (self._inputs if buffer in self._inputs else self._outputs)[buffer], 0
+        if buffer in self._outputs:
+            return self._outputs[buffer], 0
+        if buffer not in self._inputs:
+            self._inputs[buffer] = self.device.put(self.case.constant(buffer))
+        return self._inputs[buffer], 0
 
     def _scratch(self, name: str, size: int) -> Any:
         key = (name, size)
