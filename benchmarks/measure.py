@@ -167,9 +167,8 @@ def measure(
 
 
 def _level(session: Session) -> str:
-    """The instruction set that the bundle was built for, as a compiler names it."""
-    target = session.metadata["target"]
-    return target if target.startswith("x86-64-") else "native"
+    """The instruction set of the kernels, as a compiler names it."""
+    return session.target if session.target.startswith("x86-64-") else "native"
 
 
 def _kernels(profiles: Sequence[Sequence[StepProfile]]) -> list[Kernel]:
