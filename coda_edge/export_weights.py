@@ -65,10 +65,7 @@ def stored(tensor: gs.Constant, name: str, opset: int) -> tuple[list[TensorProto
     if weight.is_whole and numbers.dtype.kind == "V" and opset < _FOUR_BITS:
         numbers = numbers.astype(np.int8)
     writing.last = writing.operand(numbers, "stored")
-    if numbers.dtype.kind == "V" and weight.is_whole:
-        writing.step("DequantizeLinear", [writing.operand(np.ones((), np.float32), "one")], "whole")
-    else:
-        writing.step("Cast", [], "Cast", to=TensorProto.FLOAT)
+    writing.step("Cast", [], "Cast", to=TensorProto.FLOAT)
     for op, part, operand in _steps(writing, weight):
         writing.step(op, [operand], part)
     writing.nodes[-1].output[0] = name

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from . import export, noise
+from . import accuracy, export, noise
 from .dtypes import is_float, numpy_dtype
 from .errors import InvalidModel, VerificationError
 from .frontend import half
@@ -59,9 +59,11 @@ _log = logging.getLogger(__name__)
 
 
 def ort_session(
-    model: onnx.ModelProto | bytes | str, threads: int = 0, plain: bool = False
+    model: onnx.ModelProto | bytes | str, threads: int = 0, plain: bool = False, by_default: bool = False
 ) -> onnxruntime.InferenceSession:
     """onnxruntime on ``model``, on the CPU, quiet, with ``threads`` threads (0: as many as it likes); ``plain``: not optimised.
+
+    ``by_default``: products of weights of few bits may be of less than float32, as its optimiser chooses for itself.
 
     Raises InvalidModel with its words if it refuses the model.
     """
@@ -70,6 +72,8 @@ def ort_session(
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = threads
+    if not by_default:
+        options.add_session_config_entry(*accuracy.IN_FLOAT)
     if plain:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
@@ -204,6 +208,8 @@ class Verifier:
             verifier = Verifier.of_model(noise.with_noise(loaded), specs, None, allowed, by_data)
             verifier.random = True
             return verifier
+        if accuracy.is_reduced(loaded):
+            return Verifier.of_model(accuracy.in_float(loaded), specs, None, allowed, by_data)
         if not half.has_half(loaded):
             # Optimised, onnxruntime takes some quantised operators by tables of integers: close, but not what they are defined to be.
             plain = quantises(loaded)

@@ -1,4 +1,4 @@
-"""Weights in half precision: what is stored, what a GEMM makes of it, and how large a bundle is."""
+"""Narrow weights: what is stored, what a GEMM makes of it, and how large a bundle is."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from coda_edge.lower.kernel import KernelCall
 from coda_edge.session import Session
 from coda_edge.symbolic import symbol
 from coda_edge.verify import Verifier, ort_session
-from coda_edge.weights import FactoredConstant, Weight, choose_columns, factored, narrowest, weight_of
+from coda_edge.weights import Blocks, FactoredConstant, Weight, choose_columns, factored, narrowest, weight_of
 
-_BF16 = np.dtype(ml_dtypes.bfloat16)
+_BF16, _INT4, _UINT4 = (np.dtype(t) for t in (ml_dtypes.bfloat16, ml_dtypes.int4, ml_dtypes.uint4))
 
 
 def _half(*shape: int, dtype: type[np.float16] | np.dtype = np.float16, seed: int = 0) -> np.ndarray:
@@ -61,6 +61,8 @@ def test_the_narrowest_exact_dtype(values: np.ndarray, dtype: np.dtype) -> None:
 
 def _value(weight: Weight) -> np.ndarray:
     value = weight.stored.astype(np.float64)
+    value = value if weight.zero is None else value - weight.zero.spread(value.shape)
+    value = value if weight.quantum is None else value * weight.quantum.spread(value.shape)
     value = value if weight.scale is None else value * weight.scale[:, None].astype(np.float64)
     return value if weight.offset is None else value - weight.offset.astype(np.float64)
 
@@ -102,11 +104,39 @@ WEIGHTS = {
     "bfloat16": lambda n, k: Weight(normal(k, n).astype(_BF16)),
     "scaled float16": lambda n, k: Weight(normal(k, n).astype(np.float16), normal(k, seed=1)),
     "centred bfloat16": lambda n, k: Weight(normal(k, n).astype(_BF16), normal(k, seed=1), normal(n, seed=2)),
+    "int8": lambda n, k: Weight(_whole(k, n, -127, 128).astype(np.int8)),
+    "centred int8": lambda n, k: Weight(_whole(k, n, -127, 128).astype(np.int8), normal(k, seed=1), normal(n, seed=2)),
+    "uint8 of columns": lambda n, k: Weight(_whole(k, n, 0, 256).astype(np.uint8), None, None, *_blocks(k, n, k)),
+    "int8 of rows": lambda n, k: Weight(
+        _whole(k, n, -127, 128).astype(np.int8),
+        normal(k, seed=3),
+        None,
+        Blocks.of(np.broadcast_to(normal(k, 1), (k, n))),
+    ),
+    "int4 in blocks": lambda n, k: Weight(_whole(k, n, -8, 8).astype(_INT4), None, None, _blocks(k, n, 16)[0]),
+    "uint4 in blocks": lambda n, k: Weight(_whole(k, n, 0, 16).astype(_UINT4), None, None, *_blocks(k, n, 32)),
+    "centred int4 in blocks": lambda n, k: Weight(
+        _whole(k, n, -8, 8).astype(_INT4), normal(k, seed=1), normal(n, seed=2), _blocks(k, n, 16)[0]
+    ),
+    "int4 with odd blocks and zero points between": lambda n, k: Weight(
+        _whole(k, n, -8, 8).astype(_INT4), None, None, *(Blocks(b.numbers / 2, b.sizes) for b in _blocks(k, n, 5))
+    ),
 }
 
 
+def _whole(k: int, n: int, low: int, high: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(low, high, (k, n))
+
+
+def _blocks(k: int, n: int, size: int) -> tuple[Blocks, Blocks]:
+    """Factors and zero points of blocks of rows."""
+    rows = -(-k // size)
+    zeros = np.random.default_rng(1).integers(0, 16, (rows, n)).astype(np.float32)
+    return Blocks(normal(rows, n, seed=2) / 8, (size, 1)), Blocks(zeros, (size, 1))
+
+
 @pytest.mark.parametrize("form", WEIGHTS)
-def test_gemm_of_half_weights(form: str) -> None:
+def test_gemm_of_narrow_weights(form: str) -> None:
     target = VECTOR_TARGETS[-1]
     for name, n, k in (("bias_residual_moments", 100, 37), ("swiglu", 100, 64)):
         program = getattr(library, name).program
@@ -142,7 +172,8 @@ def check_gemm(
     got = run(target, call, {"input": a, **operands, **outputs}, {"M": m}, chunk=3, library=kernels)
     for output, value in got.items():
         scale = max(1.0, float(np.abs(expected[output]).max()))
-        assert np.abs(value - expected[output]).max() <= 4e-6 * scale, (output, m, n, k)
+        error = np.abs(value - expected[output]).max()
+        assert error <= 4e-6 * scale, (output, m, n, k, error / scale)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The scales of quantised operands apply behind their product, which is then a sum of whole numbers.
 
-Rule: ``(s·a) ∘ (t·w) = (s·t)·(a ∘ w)`` for ∘ any of MatMul, Gemm and Conv, where both operands are results of DequantizeLinear,
+1. Both operands are quantised. Rule: ``(s·a) ∘ (t·w) = (s·t)·(a ∘ w)`` for ∘ any of MatMul, Gemm and Conv, where both operands are results of DequantizeLinear,
 perhaps behind operators that only move elements; s is one number, and t is one too or, for constant w, has one for each column (for
 Conv: filter). a and w are left as DequantizeLinear with scale 1. Gemm's factor of the product is a scale too; a bias is added behind. The scale of
 two run-time operands stands behind the movement of their product, too.
@@ -8,18 +8,24 @@ two run-time operands stands behind the movement of their product, too.
 float32 adds whole numbers exactly up to 2²⁴, so the sum does not depend on its order: integer kernels, onnxruntime's among them, and
 ours agree to the last bit where they would else round apart, and be a quantum apart after the next quantisation.
 
+2. Constant weights alone are: ``a @ ((w - z)·t) = (a @ (w - z))·t``, t having one number for each column. A weight is then read as the
+whole number that is stored, and the factor meets the sums in the epilogue, once instead of K times. Each product of the model's sum rounds
+``(w - z)·t`` first, by at most 2⁻²⁴ of it; here the sum is rounded once more instead.
+
 Refused: scales that are computed, blocked, or vary along what is summed over; a bias with a factor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
 from .. import ir
+from ..weights import FactoredConstant
+from .builder import Builder, decomposition
 from .quanta import MOVES, is_constant, moved_on
 
 _MOVES = (*MOVES, "Slice", "Expand")
@@ -59,6 +65,23 @@ def defer_scales(graph: gs.Graph) -> int:
     count = sum(_defer(editor, node, _PRODUCTS[node.op]) for node in found)
     ir.remove_dead(graph)
     return count
+
+
+@decomposition("MatMul")
+def _behind_product(b: Builder) -> ir.Tensor | None:
+    """The second rule."""
+    w = b.node.inputs[1]
+    if not isinstance(w, FactoredConstant) or w.weight.quantum is None or w.weight.stored.ndim != 2:
+        return None
+    quantum = w.weight.quantum
+    k, n = w.weight.stored.shape
+    if quantum.sizes[0] < k:
+        return None
+    weight = replace(w.weight, quantum=None)
+    whole = FactoredConstant(b.editor.names.fresh(f"{w.name}.whole"), weight.value(), weight)
+    factor = quantum.spread((1, n))[0] if quantum.numbers.size > 1 else quantum.numbers.reshape(())
+    column = b.editor.constant(f"{w.name}.factor", np.array(factor))
+    return b("Mul", b("MatMul", b.node.inputs[0], whole), column)
 
 
 def _defer(editor: ir.GraphEditor, node: gs.Node, product: _Product) -> bool:

@@ -142,9 +142,9 @@ class _Stored:
         if weight.zero is not None:
             zeros = _grouped(weight.zero, group, k, n)
             whole = bool(np.all(zeros == np.rint(zeros)))
-            if not whole and numbers.dtype.name in _NARROW:
-                numbers = numbers.astype(np.int8)  # a bias would round the zero point
             bias = _NARROW[numbers.dtype.name].bias if numbers.dtype.name in _NARROW else 0
+            if bias and not whole:  # which the bias would round
+                numbers, bias = numbers.astype(np.int8), 0
             byte = whole_dtype(zeros + bias, (np.dtype(np.uint8), np.dtype(np.int8))) if whole else None
             zeros = zeros + np.float32(bias) if byte is None else (zeros + bias).astype(byte)
         form = WeightFormat(
