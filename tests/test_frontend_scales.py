@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 import pytest
-from graphs import run, to_model, worst_error
+from graphs import run, worst_error
 from rewriting import Array, model
 
 from coda_edge import ir
+from coda_edge.export import to_model
 from coda_edge.frontend import load, normalize
 
 _RNG = np.random.default_rng(0)
@@ -99,6 +100,28 @@ def _before(node: gs.Node) -> set[str]:
     return {s.op for s in made}.union(*(_before(s) for s in made))
 
 
+@pytest.mark.parametrize(
+    ("body", "width"),
+    [
+        ("b = DequantizeLinear(w, sw, zw) y = MatMul(x, b)", 1),
+        ("b = DequantizeLinear<axis = 1>(w, sc, zc) y = MatMul(x, b)", 6),
+        ("b = DequantizeLinear<axis = 1>(w, sc, zc) y = Gemm<alpha = 0.5>(x, b, bias)", 6),
+    ],
+    ids=["one number", "a scale for each column", "Gemm"],
+)
+def test_weights_alone_are_whole_numbers(body: str, width: int) -> None:
+    m = model(f"g (float[n, {DEPTH}] x) => (float[n, 6] y) {{ {body} }}", CONSTANTS)
+    graph = normalize(load(m))
+    (product,) = (n for n in graph.nodes if n.op == "MatMul")
+    weights = ir.constant_value(product.inputs[1])
+    assert weights is not None and np.array_equal(weights, np.round(weights))
+    (scaled,) = product.outputs[0].outputs
+    factor = next(v for t in scaled.inputs if (v := ir.constant_value(t)) is not None)
+    assert scaled.op == "Mul" and factor.size == width
+    x = np.random.default_rng(3).standard_normal((3, DEPTH)).astype(np.float32)
+    assert worst_error(run(m, {"x": x}), run(to_model(graph), {"x": x})) < 2e-6
+
+
 def test_sums_are_exact() -> None:
     _, graph, feeds = _graph("a scale for each column")
     whole = (feeds["x"].astype(np.int64) - 119) @ CONSTANTS["w"].astype(np.int64)
@@ -126,8 +149,7 @@ def test_others_stay(body: str) -> None:
     m = model(f"g ({MATRIX}) => (float[n, 6] y) {{ {body} }}", CONSTANTS)
     graph = normalize(load(m))
     (product,) = (n for n in graph.nodes if n.op == "MatMul")
-    weights = ir.constant_value(product.inputs[1])
-    assert weights is not None and not np.array_equal(weights, np.round(weights))
+    assert "Mul" in _before(product)
     feeds = {"x": np.random.default_rng(1).integers(0, 256, (3, DEPTH)).astype(np.uint8)}
     assert worst_error(run(m, feeds), run(to_model(graph), feeds)) < 2e-6
 
