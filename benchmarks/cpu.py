@@ -6,7 +6,9 @@ All engines take turns in one run on the same inputs, beside what the machine co
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,15 +20,15 @@ import onnx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-import coda_edge
 from coda_edge.errors import CodaError
 from coda_edge.inputs import generate_inputs
 
 from . import table
-from .measure import Measured, measure, reference
+from .measure import Measured
 from .peers import Feeds, Peer, peers
+from .prepare import prepare as prepare_case
+from .prepare import prepare_apart
 from .suite import CASES, Case
-from .trial import tried
 
 _DEFAULT_PEERS = "onnxruntime,openvino,mnn"
 _FILE_COLUMNS = 160
@@ -65,70 +67,44 @@ def main(
 ) -> None:
     """Measures MODELS, or those of the suite, against other engines."""
     wanted = {name: CASES[name] for name in (CASES if suite else cases)}
-    wanted |= {path.stem: _given(path, inputs) for path in models}
+    given = {_name(path): path for path in models}
+    wanted |= {name: _given(path, inputs) for name, path in given.items()}
     if not wanted:
         raise click.UsageError("nothing to measure: name models, --case NAME or --suite")
     known = peers()
     chosen = [known[_known(n.strip(), known)] for n in names.split(",") if n.strip()]
     counts = [int(t) for t in threads.split(",")]
-    console = Console(stderr=True)
-    results: dict[str, list[Measured]] = {}
-    with _folder(work) as folder, _progress(console) as progress:
-        bar = progress.add_task("", total=len(wanted) * (1 + len(counts)))
+    with _folder(work) as folder, _only_ours(), _progress() as progress:
+        if prepare:
+            for name, case in wanted.items():
+                prepare_case(case, folder / name, chosen, target)
+            return
+        bar = progress.add_task("build", total=len(wanted) * (1 + len(counts)))
+        fixed = ["--prepare", f"--work={folder}", f"--target={target}", f"--peers={names}"]
+        fixed += [f"--inputs={inputs}"] if inputs else []
+        failed: dict[str, str] = {}
+        for name, reason in prepare_apart({n: [*fixed, str(given.get(n, f"--case={n}"))] for n in wanted}):
+            failed |= {name: reason} if reason else {}
+            progress.update(bar, advance=1, description=f"{name} built")
+        results: dict[str, list[Measured]] = {}
         for name, case in wanted.items():
-            progress.update(bar, description=f"{name}: build")
-            run = _Prepared(case, folder / name, chosen, target)
-            progress.advance(bar)
-            for count in [] if prepare else counts:
-                progress.update(bar, description=f"{name}: {count} thread{'s' * (count > 1)}")
+            if name in failed:
+                continue
+            run = prepare_case(case, folder / name, chosen, target)
+            for count in counts:
+                progress.update(bar, description=f"{name}, {count} thread{'s' * (count > 1)}")
                 results.setdefault(name, []).append(run.measure(count, seconds, rounds))
                 progress.advance(bar)
-    if prepare:
-        return
-    if out is not None:
-        _write(out, results)
-    if markdown:
-        click.echo(table.markdown(results))
-    else:
-        terminal = Console()
-        table.render(results, terminal if terminal.is_terminal else Console(width=_FILE_COLUMNS), kernels)
+    if results:
+        _report(results, out, kernels, markdown)
+    for name, reason in failed.items():
+        click.echo(f"{name}: {reason}", err=True)
+    sys.exit(bool(failed))
 
 
-class _Prepared:
-    """A case with everything built for it."""
-
-    def __init__(self, case: Case, folder: Path, chosen: list[Peer], target: str) -> None:
-        self.case = case
-        self.folder = folder
-        self.model = case.path()
-        self.feeds = case.feeds()
-        self.bundle = folder / f"{target}.coda"
-        if not self.bundle.is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            coda_edge.optimize(self.model, target=target, verify=False).save(self.bundle)
-        self.peers: dict[str, tuple[Peer, Path]] = {}
-        self.absent: dict[str, str] = {}
-        for peer in chosen:
-            reason = tried(peer, self.model, self.feeds, folder / peer.name)
-            if reason:
-                self.absent[peer.name] = reason
-            else:
-                self.peers[peer.name] = (peer, folder / peer.name)
-
-    def measure(self, threads: int, seconds: float, rounds: int | None) -> Measured:
-        expected = reference((self.case.reference or self.case.path)(), self.feeds)
-        return measure(
-            self.case.title,
-            self.bundle,
-            self.model,
-            self.feeds,
-            expected,
-            self.peers,
-            self.absent,
-            threads,
-            seconds,
-            rounds,
-        )
+def _name(path: Path) -> str:
+    """Of a model given by its file: two may be called alike."""
+    return f"{path.stem}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
 
 
 def _given(path: Path, inputs: Path | None) -> Case:
@@ -157,8 +133,31 @@ def _folder(work: Path | None) -> Iterator[Path]:
             yield Path(folder)
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True)
+@contextlib.contextmanager
+def _only_ours() -> Iterator[None]:
+    """What engines print goes to the standard error output, so that a table can go to a file."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _progress() -> Progress:
+    return Progress(TextColumn("{task.description}"), BarColumn(), console=Console(stderr=True), transient=True)
+
+
+def _report(results: dict[str, list[Measured]], out: Path | None, kernels: bool, markdown: bool) -> None:
+    if out is not None:
+        _write(out, results)
+    if markdown:
+        click.echo(table.markdown(results))
+        return
+    terminal = Console()
+    table.render(results, terminal if terminal.is_terminal else Console(width=_FILE_COLUMNS), kernels)
 
 
 def _write(out: Path, results: dict[str, list[Measured]]) -> None:
