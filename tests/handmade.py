@@ -24,6 +24,7 @@ from coda_edge.bundle import (
     Relation,
     TensorInfo,
 )
+from coda_edge.bundle.levels import LevelParts, StoredConstant, combine
 from coda_edge.symbolic import Dim, parse_dim
 
 #: Operations that a step claims to do, whatever it does: it is worth sharing out.
@@ -54,6 +55,19 @@ KERNEL(gather) {
     int64_t id = AT(const int64_t, 1)[i];
     if (id < 0 || id >= n[0]) return 1;
     for (int64_t k = 0; k < n[1]; k++) AT(float, 2)[i * n[1] + k] = AT(const float, 0)[id * n[1] + k];
+  }
+  return 0;
+}
+
+/* the same of a table in panels; buffers table, ids, y; ints rows, width, width of a panel */
+KERNEL(gather_panels) {
+  for (int64_t i = n[3]; i < n[4]; i++) {
+    int64_t id = AT(const int64_t, 1)[i];
+    if (id < 0 || id >= n[0]) return 1;
+    for (int64_t k = 0; k < n[1]; k++) {
+      int64_t first = k / n[2] * n[2], width = n[1] - first < n[2] ? n[1] - first : n[2];
+      AT(float, 2)[i * n[1] + k] = AT(const float, 0)[first * n[0] + id * width + k - first];
+    }
   }
   return 0;
 }
@@ -240,24 +254,49 @@ def _bytes(dtype: str, dims: tuple[int | str, ...]) -> Dim:
     return size
 
 
-def encoder() -> HandPlan:
+def encoder(panel: int = 0) -> HandPlan:
     """A small model with every kind of buffer: y = row sums of 3 * table[ids] + bias, and the hidden tensor itself.
 
     ids int64 [batch, seq], bias float32 [6]; hidden float32 [batch, seq, 6], total float32 [batch, seq]; seq <= 4096.
+    ``panel``: the table lies in panels of so many columns.
     """
     p = HandPlan()
     ids = p.input("ids", "int64", "batch", "seq")
     bias = p.input("bias", "float32", 6)
-    table = p.constant(encoder_table())
+    table = p.constant(np.concatenate([encoder_table()[:, c].reshape(-1) for c in columns(panel or 6)]))
     hidden = p.output("hidden", "float32", "batch", "seq", 6)
     total = p.output("total", "float32", "batch", "seq")
     rows = p.arena("float32", "batch*seq", 6)
     partial = p.arena("float32", 2, "batch*seq")
-    p.step("gather", [table, ids, rows], [11, 6], "batch*seq", source="/embed/Gather")
+    if panel:
+        p.step("gather_panels", [table, ids, rows], [11, 6, panel], "batch*seq", source="/embed/Gather")
+    else:
+        p.step("gather", [table, ids, rows], [11, 6], "batch*seq", source="/embed/Gather")
     p.step("scale_add", [rows, bias, hidden], [3, 6], "batch*seq*6", grain=4, flops=f"{FLOPS}*batch*seq")
     p.step("row_sum", [hidden, partial, total], ["batch*seq", 6], 2, finish="row_sum_finish")
     p.require("seq", Relation.AT_MOST, 4096, "positions of the encoder (node '/embed/Gather')")
     return p
+
+
+def columns(panel: int, width: int = 6) -> list[list[int]]:
+    """The columns of each panel of a matrix of ``width`` columns."""
+    return [list(range(first, min(first + panel, width))) for first in range(0, width, panel)]
+
+
+def level(target: str, features: tuple[str, ...], panel: int, library: bytes | None = None) -> LevelParts:
+    """The encoder for a target whose kernels want panels of ``panel`` columns."""
+    p = encoder(panel)
+    constants = np.frombuffer(p.constants, np.uint8)
+    stored = StoredConstant(0, constants[: 11 * 6 * 4].view(np.float32), columns(panel))
+    return LevelParts(
+        Level(target, features, p.plan, compile_library() if library is None else library), constants, [stored]
+    )
+
+
+def levels() -> Bundle:
+    """The encoder for three targets: panels of 4, 3 and 5 columns. What is stored is that of ``middle``."""
+    parts = [level("middle", (), 3), level("least", (), 4), level("most", (), 5)]
+    return combine(parts, ["least", "middle", "most"], {"producer": "handmade"})
 
 
 def encoder_table() -> np.ndarray:

@@ -258,7 +258,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _check(build: Path, folder: Path) -> None:
     write(handmade.encoder().bundle(), folder / "encoder.coda")
     write(handmade.places().bundle(), folder / "places.coda")
-    command = [build / "check", folder / "encoder.coda", folder / "places.coda"]
+    write(handmade.levels(), folder / "levels.coda")
+    command = [build / "check", folder / "encoder.coda", folder / "places.coda", folder / "levels.coda"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "0 failures\n"), result.stdout + result.stderr
 

@@ -293,7 +293,10 @@ static coda_code read_moves(coda_plan *plan, const raw_tables *raw, size_t const
       return BAD("move %" PRIu32 " writes beyond the %zu bytes of repacked constants", i, plan->repacked_bytes);
     moved += (uint64_t)m->rows * m->row_bytes; /* at most so many times the constants' size as there are moves */
   }
-  if (plan->repacked_bytes > moved + (uint64_t)plan->buffer_count * CONSTANT_ALIGNMENT)
+  uint64_t gaps = 0;
+  for (uint32_t i = 0; i < plan->buffer_count; i++)
+    gaps += plan->buffers[i].kind == BUFFER_REPACKED ? CONSTANT_ALIGNMENT : 0;
+  if (plan->repacked_bytes > moved + gaps)
     return BAD("it has %zu bytes of repacked constants, of which moves write %" PRIu64, plan->repacked_bytes, moved);
   return CODA_OK;
 }

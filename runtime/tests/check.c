@@ -1,4 +1,4 @@
-/* Checks the runtime on the bundles that tests/handmade.py's `encoder` and `places` make: check ENCODER PLACES.
+/* Checks the runtime on the bundles that tests/handmade.py makes: check ENCODER PLACES LEVELS.
  *
  * Built with the runtime's objects, so that it can repair checksums and count allocations; runs under sanitizers too.
  */
@@ -14,7 +14,7 @@
 #include "coda.h"
 #include "sha256.h"
 
-enum { WIDTH = 6, ROWS = 11, HEADER_TABLE = 312, ENTRY = 56, PREFIX = 32, FLOPS = 1 << 28 /* of a token, by tests/handmade.py */ };
+enum { WIDTH = 6, ROWS = 11, ENTRY = 56, PREFIX = 32, FLOPS = 1 << 28 /* of a token, by tests/handmade.py */ };
 
 int failures;
 
@@ -321,11 +321,18 @@ static coda_code try_open(const uint8_t *data, size_t size) {
   return code;
 }
 
+static size_t table_end(const uint8_t *data) {
+  uint32_t sections;
+  memcpy(&sections, data + 12, 4);
+  return PREFIX + ENTRY * (size_t)sections;
+}
+
 /* Every flipped bit and every cut must be noticed. */
 static void check_damage(uint8_t *copy, const uint8_t *data, size_t size) {
+  const size_t header = table_end(data) + 32;
   memcpy(copy, data, size);
-  for (size_t i = 0; i < 4000; i++) {
-    const size_t bit = i < 344 * 8 ? i : random_below(size * 8);
+  for (size_t i = 0; i < 6000; i++) {
+    const size_t bit = i < header * 8 ? i : random_below(size * 8);
     copy[bit / 8] ^= (uint8_t)(1 << bit % 8);
     CHECK(try_open(copy, size) == CODA_ERROR_BUNDLE);
     copy[bit / 8] ^= (uint8_t)(1 << bit % 8);
@@ -334,16 +341,18 @@ static void check_damage(uint8_t *copy, const uint8_t *data, size_t size) {
     CHECK(try_open(copy, i < 400 ? i : random_below(size)) == CODA_ERROR_BUNDLE);
 }
 
-static void repair(uint8_t *data, size_t offset, size_t size) {
-  coda_sha256(data + offset, size, data + PREFIX + 24);
-  coda_sha256(data, HEADER_TABLE, data + HEADER_TABLE);
+static void repair(uint8_t *data, size_t entry, size_t offset, size_t size) {
+  coda_sha256(data + offset, size, data + entry + 24);
+  coda_sha256(data, table_end(data), data + table_end(data));
 }
 
 /* A plan of nonsense with right checksums must be refused or harmless. */
 static void check_nonsense(uint8_t *copy, const uint8_t *data, size_t size) {
+  /* Of the last level, which is the one in use: plan, target, library, then two sections of the file. */
+  const size_t entry = table_end(data) - 5 * ENTRY;
   uint64_t offset, bytes;
-  memcpy(&offset, data + PREFIX + 8, 8);
-  memcpy(&bytes, data + PREFIX + 16, 8);
+  memcpy(&offset, data + entry + 8, 8);
+  memcpy(&bytes, data + entry + 16, 8);
   static const uint8_t VALUES[] = {0, 1, 2, 3, 7, 8, 0x7f, 0x80, 0xff};
   int refused = 0;
   for (int i = 0; i < 4000; i++) {
@@ -351,10 +360,30 @@ static void check_nonsense(uint8_t *copy, const uint8_t *data, size_t size) {
     for (uint64_t n = random_below(3) + 1; n; n--)
       copy[offset + random_below(bytes)] =
           random_below(2) ? VALUES[random_below(sizeof VALUES)] : (uint8_t)random_below(256);
-    repair(copy, offset, bytes);
+    repair(copy, entry, offset, bytes);
     refused += try_open(copy, size) != CODA_OK;
   }
   CHECK(refused > 1000 && refused < 4000);
+}
+
+/* Three layouts of the same table. */
+static void check_levels(const char *path) {
+  static const char *const TARGETS[] = {"least", "middle", "most", NULL};
+  coda_error error;
+  coda_model *model;
+  coda_session *session;
+  for (int i = 0; i < 4; i++) {
+    const coda_model_options options = {.size = sizeof options, .target = TARGETS[i]};
+    CHECK(coda_model_open(path, &options, &model, &error) == CODA_OK);
+    CHECK(strcmp(coda_model_target(model), TARGETS[i] ? TARGETS[i] : "most") == 0);
+    CHECK(strcmp(coda_model_held_target(model, 1), "middle") == 0 && !coda_model_held_target(model, 3));
+    CHECK(coda_session_create(model, NULL, &session, &error) == CODA_OK);
+    run(session, 2, 17, true);
+    coda_session_free(session);
+    coda_model_free(model);
+  }
+  const coda_model_options options = {.size = sizeof options, .target = "other"};
+  CHECK(coda_model_open(path, &options, &model, &error) == CODA_ERROR_TARGET && !model);
 }
 
 static void check_file(const char *path) {
@@ -376,7 +405,7 @@ static void check_file(const char *path) {
 }
 
 int main(int count, char **words) {
-  if (count != 3)
+  if (count != 4)
     return 2;
   coda_error error;
   coda_model *model;
@@ -397,8 +426,9 @@ int main(int count, char **words) {
   CHECK(coda_model_open(words[2], NULL, &model, &error) == CODA_OK);
   check_places(model);
   coda_model_free(model);
-  check_file(words[1]);
-  check_file(words[2]);
+  check_levels(words[3]);
+  for (int i = 1; i < count; i++)
+    check_file(words[i]);
   printf("%d failures\n", failures);
   return failures != 0;
 }
