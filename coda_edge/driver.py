@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -23,7 +24,7 @@ from .frontend.half import is_double
 from .inputs import bound_specs, default_sizes
 from .ir import shape
 from .noise import seeded
-from .passes import PIPELINE, Pass, PassLog, run_pipeline
+from .passes import PIPELINE, Absorbs, Pass, PassLog, run_pipeline
 from .report import Report
 from .session import Session
 from .verify import Verifier, ort_session, run_session
@@ -75,6 +76,7 @@ def optimize(
     Raises InvalidModel, ShapeError, UnsupportedOperator, TargetError, or VerificationError naming the pass or stage.
     """
     from .lower import lower
+    from .schedule import Schedules
     from .targets import get_all, ranked
 
     start = time.perf_counter()
@@ -92,11 +94,12 @@ def optimize(
         tell("reference", 0.0)
         path = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
         verifier = Verifier.of_model(loaded, specs, path, normal.allows, frontend.decided_by_data(graph))
-    log = _rewrite(graph, verifier, verify == "each", tell)
+    known = Schedules.packaged() if schedules is None else schedules
+    log = _rewrite(graph, verifier, verify == "each", tell, partial(known.absorbs, chosen[0].name))
     tell("export", 0.0)
     exported = export.to_model(graph, narrow=True)
     tell("lower", 0.0)
-    lowered, *others = (lower(graph, one, normal.constraints, schedules) for one in chosen)
+    lowered, *others = (lower(graph, one, normal.constraints, known) for one in chosen)
     parts: list[LevelParts] = []
     for one, made in zip(chosen, (lowered, *others), strict=True):
         tell("build kernels", len(parts) / len(chosen))
@@ -133,7 +136,7 @@ def optimize(
             *_remarks(loaded, graph),
             *(verifier.notes() if verifier is not None and error is not None else ()),
             *log.notes,
-            *(schedules.notes if schedules is not None else ()),
+            *known.notes,
         ],
         seconds=time.perf_counter() - start,
     )
@@ -152,14 +155,15 @@ def _remarks(loaded: onnx.ModelProto, graph: gs.Graph) -> list[str]:
     return notes
 
 
-def _rewrite(graph: gs.Graph, verifier: Verifier | None, each: bool, tell: Progress) -> PassLog:
+def _rewrite(graph: gs.Graph, verifier: Verifier | None, each: bool, tell: Progress, absorbs: Absorbs) -> PassLog:
     def after(done: Pass) -> None:
         tell(f"pass {done.name}", (PIPELINE.index(done) + 1) / len(PIPELINE))
         if verifier is not None and each and not verifier.random:
             candidate = ort_session(export.to_model(graph))
             verifier.check(lambda names, feeds: run_session(candidate, names, feeds), f"pass {done.name}")
 
-    return run_pipeline(graph, after, None if verifier is None else measure_on([feeds for feeds, _ in verifier.cases]))
+    measure = None if verifier is None else measure_on([feeds for feeds, _ in verifier.cases])
+    return run_pipeline(graph, after, measure, absorbs)
 
 
 def _digest(model: Model) -> str:

@@ -20,10 +20,10 @@ from . import (
     sink_reshape,
     split_columns,
 )
-from .base import Measure, Pass, PassLog, Refusal
+from .base import Absorbs, Measure, Pass, PassLog, Refusal
 from .check import check
 
-__all__ = ["PIPELINE", "Measure", "Pass", "PassLog", "Refusal", "run_pipeline"]
+__all__ = ["PIPELINE", "Absorbs", "Measure", "Pass", "PassLog", "Refusal", "run_pipeline"]
 
 #: The passes in the order in which they run on a graph in normal form.
 PIPELINE: tuple[Pass, ...] = (
@@ -44,13 +44,17 @@ PIPELINE: tuple[Pass, ...] = (
 
 
 def run_pipeline(
-    graph: gs.Graph, after_each: Callable[[Pass], None] | None = None, measure: Measure | None = None
+    graph: gs.Graph,
+    after_each: Callable[[Pass], None] | None = None,
+    measure: Measure | None = None,
+    absorbs: Absorbs | None = None,
 ) -> PassLog:
     """Runs all passes on ``graph`` in place and returns their log. Raises VerificationError, naming the pass, if one leaves a broken graph.
 
-    ``after_each`` is called after every pass, with it. ``measure`` gives passes the numbers that their accuracy depends on.
+    ``after_each`` is called after every pass, with it. ``measure`` gives passes the numbers that their accuracy depends on, ``absorbs`` says
+    which norms the GEMMs behind them do; without it, all.
     """
-    log = PassLog(measure=measure)
+    log = PassLog(measure=measure, absorbs=absorbs)
     for node in graph.nodes:
         # The log tells nodes apart by their names.
         node.name = node.name or node.outputs[0].name

@@ -21,7 +21,8 @@ product that returns to where it began, err by about ``ρ · 2⁻²⁴ · √(K 
 deviation 1/√3 of its largest). ``BOUND`` is the most that is taken: ρ ≤ 36 at K = 384, ρ ≤ 11 at K = 4096. It is measured (``PassLog.measure``); beyond it
 the product reads ``x - mean(x)``, which is made before it: the weights stay centred, so that the mean's own rounding cancels too. Without a
 measurement ρ is taken to be small, and the log says so.
-Refused: weights of other types; beyond the bound, a shift that is no mean.
+Refused: weights of other types; beyond the bound, a shift that is no mean; a norm that was measured to be faster as a kernel of its own
+(``PassLog.absorbs``, which is asked once for all products that read it).
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class _Product:
 def run(graph: gs.Graph, log: PassLog) -> int:
     """Applies the rule to every constant-weight MatMul whose left operand is affine and not raw already."""
     editor = GraphEditor(graph)
-    products = _products(graph, log)
+    products = _wanted(_products(graph, log), log)
     shifts = _largest_shifts(graph, log, products)
     centred = _Centred(editor)
     count = 0
@@ -175,6 +176,25 @@ def _products(graph: gs.Graph, log: PassLog) -> list[_Product]:
         if not affine.trivial:
             found.append(_Product(node, weights, affine))
     return found
+
+
+def _wanted(products: Sequence[_Product], log: PassLog) -> list[_Product]:
+    """The products that are to do the norms that they read."""
+    if log.absorbs is None:
+        return list(products)
+    widths: dict[int, int] = {}
+    for p in products:
+        read = id(p.node.inputs[0])
+        widths[read] = widths.get(read, 0) + p.weights.shape[1]
+    wanted = []
+    for p in products:
+        k, n = len(p.affine.column), widths[id(p.node.inputs[0])]
+        if not p.affine.rows or log.absorbs(k, n, bool(p.shifts)):
+            wanted.append(p)
+        else:
+            reason = f"ahead of {n} columns, this norm over {k} was measured to be faster as a kernel of its own"
+            log.refuse(PASS.name, producer(p.node.inputs[0]) or p.node, reason)
+    return wanted
 
 
 def _largest_shifts(graph: gs.Graph, log: PassLog, products: Sequence[_Product]) -> dict[int, float]:

@@ -14,6 +14,10 @@ Measure: TypeAlias = Callable[[gs.Graph, Sequence[Tensor]], Sequence[Sequence[Ar
 """The values of tensors of the graph, in order, for each of some made-up inputs."""
 
 
+Absorbs: TypeAlias = Callable[[int, int, bool], bool]
+"""Whether a norm over K columns that products with N columns together read is done by them: ``(K, N, whether it takes off a mean)``."""
+
+
 @dataclass(frozen=True)
 class Refusal:
     """Why a rewrite did not happen at a node."""
@@ -28,13 +32,15 @@ class Refusal:
 class PassLog:
     """What the passes did: rewrites by pass, refusals with their reasons, and what else a user must know.
 
-    ``measure``, where there are inputs to measure on, is for passes whose accuracy depends on the numbers.
+    ``measure``, where there are inputs to measure on, is for passes whose accuracy depends on the numbers. ``absorbs`` is asked
+    which norms to absorb, where that was measured; otherwise all are.
     """
 
     rewrites: dict[str, int] = field(default_factory=dict)
     refusals: list[Refusal] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     measure: Measure | None = None
+    absorbs: Absorbs | None = None
 
     def refuse(self, rule: str, node: gs.Node, reason: str) -> None:
         """Records that ``rule`` does not apply at ``node``, in one line that a user can act on."""

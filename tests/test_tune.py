@@ -197,14 +197,14 @@ def test_tuning_on_a_tracked_device(tracker: str, tmp_path: Path, monkeypatch: p
     slow = GemmSchedule(2, 1, targets.get().lanes(4))
     known.add(Record(key, slow, chosen=True))
     error = coda_edge.optimize(_product(), schedules=Schedules.packaged(Database.read(database))).report.max_rel_error
-    assert error is not None and error < 1e-6
+    assert error is not None and error < 1e-5
 
     with tune.tracked_device(tracker, "here") as device:
         case = _case(targets.get())
         built = build(case.spec, case.problem, case.space[0], targets.get())
         bench = Bench(case, targets.get(), device, case.sizes["rows=7"])
         module = device.load(built.library)
-        assert bench.check(module, case.space[0]) < 1e-6
+        assert bench.check(module, case.space[0]) < 1e-5
         assert bench.time(module, case.space[0]) > 0
         wrong = device.load(_zeros(case))
         with pytest.raises(DeviceError, match="off by"):

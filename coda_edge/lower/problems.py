@@ -12,6 +12,7 @@ from ..ir import DOMAIN, Tensor, shape
 from ..schedule.problem import Problem, epilogue_class, format_class, rows_bucket
 from ..targets.target import Target
 from ..weights import weight_of
+from ..window import rows_shape
 from .pointwise import product
 from .weights import WeightFormat
 
@@ -20,13 +21,15 @@ def gemm_problem(node: gs.Node, target: Target) -> Problem:
     """The problem of a ``coda.Gemm``."""
     a, weight = node.inputs[:2]
     k, n = shape(weight)
+    window = node.attrs.get("window")
+    words = [epilogue_class(EpilogueProgram.parse(node.attrs["epilogue"])), "window" if window else ""]
     return Problem(
         target.name,
         "gemm",
         (int(n), int(k)),
-        epilogue_class(EpilogueProgram.parse(node.attrs["epilogue"])),
+        "+".join(filter(None, words)),
         format_class(WeightFormat.of(weight_of(weight))),
-        rows_bucket(product(shape(a)[:-1])),
+        rows_bucket(product(rows_shape(shape(a), window)[:-1])),
     )
 
 

@@ -7,7 +7,7 @@ from .attention import AttentionSchedule, choose_attention
 from .database import AnySchedule, Database, Record, Schedules, default_path, fixed
 from .gemm import GemmSchedule, choose_gemm, gemm_candidates, gemm_space
 from .norm import NormForm
-from .problem import Problem, epilogue_class, format_class, rows_bucket
+from .problem import Problem, epilogue_class, format_class, norm_problem, rows_bucket
 
 __all__ = [
     "AnySchedule",
@@ -26,5 +26,6 @@ __all__ = [
     "format_class",
     "gemm_candidates",
     "gemm_space",
+    "norm_problem",
     "rows_bucket",
 ]

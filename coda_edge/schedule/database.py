@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 from .attention import AttentionSchedule
 from .gemm import GemmSchedule
 from .norm import NormForm
-from .problem import Problem
+from .problem import Problem, norm_problem
 
 VERSION = 1
 """Of the lines. A line of another version is ignored."""
@@ -142,6 +142,11 @@ class Schedules:
     def norm(self, problem: Problem) -> NormForm | None:
         """The form of a norm, if one is known."""
         return self._find(problem, NormForm)
+
+    def absorbs(self, target: str, k: int, n: int, centred: bool) -> bool:
+        """Whether GEMMs with ``n`` columns together do a norm over ``k`` that they read: unless it is known to be slower."""
+        form = self.norm(norm_problem(target, k, n, centred))
+        return form is None or form.absorbed
 
     def _find(self, problem: Problem, kind: type[_Chosen]) -> _Chosen | None:
         for wider in problem.widening():

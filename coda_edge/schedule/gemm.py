@@ -81,33 +81,50 @@ def gemm_space(target: Target, n: int, k: int, classes: int = 1) -> Sequence[Gem
 
     ``classes``: as in ``gemm_candidates``. Every register tile as it is, then the untuned choice with one thing different.
     """
-    chosen = choose_gemm(target, n, classes, k)
-    found = [chosen, *(replace(s, block=chosen.block) for s in gemm_candidates(target, classes))]
+    chosen = choose_gemm(target, n, k, classes)
+    found = [chosen, *(_suited(tile, target, n, k) for tile in gemm_candidates(target, classes))]
     found += [replace(chosen, unroll=unroll) for unroll in (1, 2, 4)]
     found += [replace(chosen, block=block) for block in (64, 128, 192, 384)]
     found += [replace(chosen, tail=tail) for tail in (1, 2, chosen.rows)]
-    found += [replace(chosen, prefetch=not chosen.prefetch), replace(chosen, stride=32), replace(chosen, pack=True)]
-    found += [replace(chosen, rows_first=True), replace(chosen, rows_first=True, block=48)]
+    found += [replace(chosen, prefetch=not chosen.prefetch), *(replace(chosen, stride=steps) for steps in (16, 32))]
+    found += [replace(chosen, rows_first=True), replace(chosen, rows_first=True, block=48), replace(chosen, pack=True)]
     if n > 2 * chosen.width:
-        found += [replace(chosen, panels=2), replace(chosen, panels=4, rows_outer=True, prefetch=False)]
-        found += [replace(chosen, panels=4, rows_outer=True, rows_first=True, prefetch=False, block=48)]
-    found += [replace(chosen, k_block=size) for size in (256, 512, 768) if size <= k // 2]
-    found += [replace(chosen, k_block=size, pack=True) for size in (256, 512) if size <= k // 2]
+        found += [replace(chosen, panels=2, k_block=0)]
+        found += [replace(chosen, panels=4, k_block=0, rows_outer=True, prefetch=False, block=b) for b in (48, 192)]
+    for size in (256, 384, 512, 768):
+        if size <= k // 2:
+            found += [replace(chosen, k_block=size, panels=panels, block=128) for panels in (2, 4)]
     return tuple(dict.fromkeys(found))
 
 
-def choose_gemm(target: Target, n: int, classes: int = 1, k: int = 0) -> GemmSchedule:
-    """The candidate with the fewest estimated cycles per row and K step for ``n`` columns."""
+def choose_gemm(target: Target, n: int, k: int, classes: int = 1) -> GemmSchedule:
+    """The untuned schedule for weights ``[k, n]``: the tile with the fewest estimated cycles per row and K step.
+
+    Of tiles whose estimates differ by less than 1 % the first one is taken.
+    """
 
     def cycles(schedule: GemmSchedule) -> float:
         full, rest = divmod(n, schedule.width)
         tail = classes * -(-rest // (classes * schedule.lanes))
-        total = full * _tile_cycles(schedule.rows, schedule.vectors) + (
-            _tile_cycles(schedule.rows, tail) if rest else 0
-        )
-        return total * schedule.block_rows / schedule.block
+        return full * _tile_cycles(schedule.rows, schedule.vectors) + (_tile_cycles(schedule.rows, tail) if rest else 0)
 
-    return min(gemm_candidates(target, classes), key=cycles)
+    tiles = list(gemm_candidates(target, classes))
+    least = min(map(cycles, tiles))
+    return _suited(next(tile for tile in tiles if cycles(tile) <= 1.01 * least), target, n, k)
+
+
+def _suited(tile: GemmSchedule, target: Target, n: int, k: int) -> GemmSchedule:
+    """Everything but the tile.
+
+    A block's rows of A are to stay in the second-level cache while panels pass by. Where K is so long that they would not, they are
+    gone over in parts, each for several panels: as many as leave enough items for some threads.
+    """
+    unroll = 4 if target.vector >= _WIDE else 1
+    if k < _LONG:
+        return replace(tile, block=192 if k <= _SHORT else 128, unroll=unroll)
+    size = -(-k // round(k / _PART) // tile.stride) * tile.stride
+    panels = max(1, min(4, n // tile.width // 4))
+    return replace(tile, block=128, k_block=size, panels=panels, unroll=unroll)
 
 
 def _tile_cycles(rows: int, vectors: int) -> float:
@@ -119,3 +136,8 @@ def _tile_cycles(rows: int, vectors: int) -> float:
 _OVERLAP = 0.02
 _IN_FLIGHT = 10
 """Independent multiply-adds that keep two units busy: a latency of four to five cycles."""
+_WIDE = 32
+"""Bytes of a vector from which on the K loop gains by being written out: measured on x86-64, not on others."""
+_SHORT, _LONG = 768, 2048
+"""K up to which a block may have more rows, and K from which on it is gone over in parts of about ``_PART`` steps."""
+_PART = 384

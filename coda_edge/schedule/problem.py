@@ -36,6 +36,11 @@ class Problem:
             yield replace(self, rows=0)
 
 
+def norm_problem(target: str, k: int, n: int, centred: bool) -> Problem:
+    """The problem of a norm over ``k`` columns, which GEMMs with ``n`` columns together read; ``centred``: whether it takes off a mean."""
+    return Problem(target, "norm", (k, n), "mean" if centred else "")
+
+
 def rows_bucket(rows: Dim) -> int:
     """``Problem.rows`` of so many rows."""
     return 1 << (max(int(rows), 1) - 1).bit_length() if isinstance(rows, int) else 0
