@@ -13,19 +13,18 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
-import onnx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from coda_edge.errors import CodaError
-from coda_edge.inputs import generate_inputs
 
 from . import table
-from .measure import Measured
-from .peers import Feeds, Peer, peers
+from .measure import Measured, made_up
+from .peers import Peer, peers
 from .prepare import prepare as prepare_case
 from .prepare import prepare_apart
 from .suite import CASES, Case
@@ -93,8 +92,12 @@ def main(
             run = prepare_case(case, folder / name, chosen, target)
             for count in counts:
                 progress.update(bar, description=f"{name}, {count} thread{'s' * (count > 1)}")
-                results.setdefault(name, []).append(run.measure(count, seconds, rounds))
+                try:
+                    results.setdefault(name, []).append(run.measure(count, seconds, rounds))
+                except CodaError as error:
+                    failed[name] = f"{type(error).__name__}: {error}"
                 progress.advance(bar)
+    results = {name: measured for name, measured in results.items() if measured}
     if results:
         _report(results, out, kernels, markdown)
     for name, reason in failed.items():
@@ -108,13 +111,13 @@ def _name(path: Path) -> str:
 
 
 def _given(path: Path, inputs: Path | None) -> Case:
-    def feeds() -> Feeds:
+    def feeds() -> dict[str, Any]:
         if inputs is None:
-            return generate_inputs(onnx.load(path, load_external_data=False))
+            return made_up(path)
         with np.load(inputs) as stored:
             return {name: stored[name] for name in stored.files}
 
-    return Case(path.stem, lambda: path, lambda: dict(feeds()))
+    return Case(path.stem, lambda: path, feeds)
 
 
 def _known(name: str, known: dict[str, Peer]) -> str:

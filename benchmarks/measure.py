@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 
 from coda_edge.bench import BLOCK_SECONDS, PAUSE_SECONDS, blocks
+from coda_edge.errors import InvalidModel
+from coda_edge.inputs import default_sizes, generate_inputs, input_specs
 from coda_edge.session import Session, StepProfile
-from coda_edge.verify import ort_session, relative_error
+from coda_edge.verify import LENGTHS, ort_session, relative_error
 
 from .peers import Call, Feeds, Peer
 from .roofs import Roofs, sampling
@@ -109,10 +112,31 @@ class Measured:
         return {**asdict(self), "flops": self.flops, "bytes": self.bytes, **shares}
 
 
+def made_up(model: Path) -> dict[str, npt.NDArray[Any]]:
+    """Inputs of batch 1 and the greatest length up to 128 on which onnxruntime runs the model.
+
+    Raises InvalidModel if it refuses the model or runs it on none.
+    """
+    specs = input_specs(onnx.load(model, load_external_data=False))
+    session = ort_session(str(model))
+    for length in LENGTHS:
+        feeds = generate_inputs(specs, default_sizes(specs, 1, length))
+        try:
+            session.run(None, feeds)
+        except Exception as error:  # onnxruntime's errors have no common class of their own
+            refusal = error
+        else:
+            return feeds
+    raise InvalidModel(f"onnxruntime runs {model.name} on no made-up inputs: give some with --inputs ({refusal})")
+
+
 def reference(model: Path, feeds: Feeds) -> list[npt.NDArray[Any]]:
-    """What onnxruntime makes of it without optimisations: every operator as it is defined."""
+    """What onnxruntime makes of it without optimisations: every operator as it is defined. Raises InvalidModel if it doesn't run."""
     session = ort_session(str(model), plain=True)
-    return [np.asarray(o) for o in session.run([o.name for o in session.get_outputs()], dict(feeds))]
+    try:
+        return [np.asarray(o) for o in session.run([o.name for o in session.get_outputs()], dict(feeds))]
+    except Exception as error:  # onnxruntime's errors have no common class of their own
+        raise InvalidModel(f"onnxruntime does not run {model.name} on these inputs: {error}") from error
 
 
 def measure(

@@ -70,8 +70,8 @@ def draw(measured: Measured, stem: Path) -> None:
     for handle in legend.legend_handles:
         if handle is not None and hasattr(handle, "set_sizes"):
             handle.set_sizes([40.0])
-    figure.savefig(stem.with_suffix(".png"), dpi=130)
-    figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
+    figure.savefig(f"{stem}.png", dpi=130)
+    figure.savefig(f"{stem}.svg", metadata={"Date": None})
     pyplot.close(figure)
 
 

@@ -174,9 +174,9 @@ def test_a_roofline_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks.roofline import draw
 
-    draw(_measured(Engine("mnn", ms=9, ratio=1.1, error=0.0), Engine("tvm", reason="no")), tmp_path / "m")
-    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
-    text = (tmp_path / "m.svg").read_text()
+    draw(_measured(Engine("mnn", ms=9, ratio=1.1, error=0.0), Engine("tvm", reason="no")), tmp_path / "m.1")
+    assert (tmp_path / "m.1.png").read_bytes().startswith(b"\x89PNG")
+    text = (tmp_path / "m.1.svg").read_text()
     assert text.lstrip().startswith("<?xml") and "</svg>" in text
 
 
