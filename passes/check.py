@@ -6,7 +6,9 @@ import onnx_graphsurgeon as gs
 
 from coda_edge.epilogue.program import EpilogueProgram
 from coda_edge.errors import CodaError, VerificationError
-from coda_edge.ir import DOMAIN, Tensor
+from coda_edge.ir import DOMAIN, Tensor, shape
+from coda_edge.symbolic import same
+from coda_edge.window import rows_shape
 
 
 def check(graph: gs.Graph, what: str) -> None:
@@ -26,6 +28,7 @@ def check(graph: gs.Graph, what: str) -> None:
                 raise _error(what, node, f"'{tensor.name}' has no dtype or shape")
         if node.domain == DOMAIN and node.op in ("Gemm", "GroupedConv"):
             _check_epilogue(node, what)
+            _check_window(node, what)
     for output in graph.outputs:
         if not isinstance(output, gs.Constant) and not output.inputs and not _is_input(graph, output):
             raise VerificationError(
@@ -62,6 +65,17 @@ def _check_epilogue(node: gs.Node, what: str) -> None:
             f"it has {len(node.inputs)} inputs and {len(node.outputs)} outputs, and an epilogue of "
             f"{len(program.params)} parameters and {len(program.outputs)} outputs",
         )
+
+
+def _check_window(node: gs.Node, what: str) -> None:
+    if node.op != "Gemm" or "window" not in node.attrs:
+        return
+    try:
+        rows = rows_shape(shape(node.inputs[0]), node.attrs["window"])
+    except CodaError as e:
+        raise _error(what, node, f"its rows are no windows: {e}") from e
+    if not same(rows[-1], shape(node.inputs[1])[0]):
+        raise _error(what, node, f"its windows have {rows[-1]} elements, its weights {shape(node.inputs[1])[0]} rows")
 
 
 def _check_order(graph: gs.Graph, waiting: dict[int, set[int]], what: str) -> None:
