@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from . import Call, Feeds
 from .wheels import lacks
 
 _FILE = "model.mnn"
+# The converter itself: MNN's command line around it installs a package and sends statistics.
+_CONVERT = "import sys, _tools; _tools.mnnconvert(sys.argv[1:])"
 # MNN has neither wide integers nor bools in its inputs.
 _NARROW = {"int64": np.int32, "bool": np.int32, "uint8": np.int32}
 
@@ -25,13 +29,13 @@ class Mnn:
         return lacks("MNN")
 
     def prepare(self, model: Path, feeds: Feeds, folder: Path) -> None:
-        # The converter itself: MNN's command line around it installs a package and sends statistics.
-        import _tools
-
         target = folder / _FILE
-        _tools.mnnconvert(["mnnconvert", "-f", "ONNX", "--modelFile", str(model), "--MNNModel", str(target)])
+        arguments = ["mnnconvert", "-f", "ONNX", "--modelFile", str(model), "--MNNModel", str(target)]
+        done = subprocess.run([sys.executable, "-c", _CONVERT, *arguments], capture_output=True, text=True)
         if not target.is_file():
-            raise RuntimeError("its converter wrote no model")
+            lines = (done.stdout + done.stderr).splitlines()
+            told = [line.rpartition("] ")[2] for line in lines if "Not Support" in line]
+            raise RuntimeError(f"its converter wrote no model: {' '.join(told or lines[-1:])}")
 
     def load(self, model: Path, feeds: Feeds, folder: Path, threads: int) -> Call:
         import MNN
