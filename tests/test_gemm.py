@@ -312,5 +312,5 @@ def test_what_does_not_fit_is_an_error() -> None:
 def test_schedules_waste_little() -> None:
     for target in VECTOR_TARGETS:
         for n in (384, 768, 1152, 1536, 3072):
-            schedule = choose_gemm(target, n)
+            schedule = choose_gemm(target, n, 768)
             assert schedule.width <= n and -(-n // schedule.width) * schedule.width <= 1.05 * n

@@ -71,7 +71,7 @@ def lower_gemm(
         raise ShapeError(
             f"GEMM '{name}': an output laid out in heads, or an operand shared by rows, needs the number of rows of a batch entry"
         )
-    schedule = schedule or choose_gemm(target, n, 1 << depth(program))
+    schedule = schedule or choose_gemm(target, n, k, 1 << depth(program))
     blocks = simplify(sympy.ceiling(sympy.sympify(rows) / schedule.block_rows))
     window: WindowShape | None = None
     sizes: tuple[Dim, ...] = ()

@@ -305,7 +305,7 @@ def _gemm_packing(node: gs.Node, target: Target) -> Packing:
     """How the GEMM's kernel wants its weights."""
     k, n = (int(d) for d in node.inputs[1].shape)
     program = EpilogueProgram.parse(node.attrs["epilogue"])
-    schedule = choose_gemm(target, n, 1 << depth(program))
+    schedule = choose_gemm(target, n, k, 1 << depth(program))
     shape, rest = GemmShape(program, n, k, schedule), n % schedule.width
     order = tuple(shape.columns(schedule.width).permutation()) if n >= schedule.width else ()
     return Packing(1, k, n, schedule.width, order, tuple(shape.columns(rest).permutation()) if rest else ())
