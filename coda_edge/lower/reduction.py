@@ -23,6 +23,9 @@ from .ops_math import is_float, maximum, minimum
 from .pointwise import GRAIN, attempt, product, rows_of
 from .registry import Context, View, constant, dtype_name, kernel, leaf
 
+#: Vectors of the last axis that an item does, where other axes are reduced.
+BLOCK = 4
+
 Visit = Callable[[list[Expr], Expr, Expr], None]
 """Called with the indices of an element, its position along the (single) axis, and the lane."""
 
@@ -50,17 +53,29 @@ def runs(emit: Emitter, shape: Sequence[Dim], axes: Sequence[int], body: Callabl
         with emit.items() as item:
             body(_along(emit, shape, axes, _scatter(rank, rest, emit.unravel(item, [shape[a] for a in rest])), item))
         return rows_of([shape[a] for a in rest], 1)
-    lead = rest[:-1]
+    lead, last = [shape[a] for a in rest[:-1]], shape[-1]
+    size = BLOCK * emit.lanes
+    blocks = -(-last // size) if isinstance(last, int) and last else 1
     with emit.items() as item:
-        outer = emit.unravel(item, [shape[a] for a in lead])
-        width_of_row = emit.size(shape[-1])
+        *outer, block = emit.unravel(item, [*lead, blocks])
+        start = emit.ravel(outer, lead) * emit.size(last) if lead else int64(0)
+        first = emit.bind(block * int64(size)) if blocks > 1 else int64(0)
 
         def across(position: Expr, lane: Expr, width: int) -> None:
-            indices = _scatter(rank, rest, [*outer, position])
-            body(_across(emit, shape, axes, indices, item * width_of_row + position, lane, width))
+            indices = _scatter(rank, rest, [*outer, first + position])
+            body(_across(emit, shape, axes, indices, start + first + position, lane, width))
 
-        emit.span(width_of_row, across)
-    return rows_of([shape[a] for a in lead], shape[-1])
+        if not isinstance(last, int) or blocks == 1:
+            emit.span(emit.size(last), across)
+            return rows_of(lead, last)
+        if last % size == 0:
+            emit.span(int64(size), across)
+            return product([*lead, blocks])
+        with emit.when(block < int64(blocks - 1)):
+            emit.span(int64(size), across)
+        with emit.when(block >= int64(blocks - 1)):
+            emit.span(int64(last % size), across)
+    return product([*lead, blocks])
 
 
 def _scatter(rank: int, axes: Sequence[int], values: Sequence[Expr]) -> list[Expr]:
