@@ -116,7 +116,12 @@ def main(ctx: click.Context) -> None:
 @click.argument("model", type=_PATH)
 @click.option("-o", "--output", type=_PATH, help="The bundle to write; MODEL with the suffix .coda by default.")
 @click.option("--onnx", "onnx_output", type=_PATH, help="Also write the optimized graph as ONNX.")
-@click.option("--target", default="native", show_default=True, help="What to build for; see coda-edge targets.")
+@click.option(
+    "--target",
+    default="native",
+    show_default=True,
+    help="What to build for: a target, several as NAME,NAME for one bundle, or a group; see coda-edge targets.",
+)
 @_shape_option
 @click.option(
     "--verify",

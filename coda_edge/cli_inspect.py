@@ -147,14 +147,16 @@ class TargetView:
 
 @dataclass(frozen=True)
 class TargetList:
-    """Every target, and the name of the one that ``native`` means here (None where nothing runs here)."""
+    """Every target, the name of the one that ``native`` means here (None where nothing runs here), and the groups for one bundle."""
 
     targets: tuple[TargetView, ...]
     native: str | None
+    groups: dict[str, tuple[str, ...]]
 
     def to_json(self) -> dict[str, Any]:
-        """``native``, and ``targets`` with their fields and ``runs_here``."""
-        return {"native": self.native, "targets": [{**asdict(t), "runs_here": not t.missing} for t in self.targets]}
+        """``native``, ``groups``, and ``targets`` with their fields and ``runs_here``."""
+        views = [{**asdict(t), "runs_here": not t.missing} for t in self.targets]
+        return {"native": self.native, "groups": {n: list(m) for n, m in self.groups.items()}, "targets": views}
 
     def render(self, console: Console) -> None:
         """The list as a table on ``console``."""
@@ -162,6 +164,8 @@ class TargetList:
         for t in self.targets:
             here = f"no: lacks {' '.join(t.missing)}" if t.missing else "native" if t.name == self.native else "yes"
             table.add_row(t.name, t.description, " ".join(t.features), here)
+        for name, members in self.groups.items():
+            table.add_row(name, f"one bundle for {', '.join(members)}", "", "")
         console.print(table)
 
 
@@ -175,7 +179,7 @@ def target_list() -> TargetList:
     except TargetError:
         native = None
     views = (TargetView(t.name, t.description, t.features, t.missing()) for t in targets.targets().values())
-    return TargetList(tuple(views), native)
+    return TargetList(tuple(views), native, targets.groups())
 
 
 def inspect_file(path: Path) -> BundleView | ModelView:
