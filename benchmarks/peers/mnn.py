@@ -34,7 +34,7 @@ class Mnn:
         done = subprocess.run([sys.executable, "-c", _CONVERT, *arguments], capture_output=True, text=True)
         if not target.is_file():
             lines = (done.stdout + done.stderr).splitlines()
-            told = [line.rpartition("] ")[2] for line in lines if "Not Support" in line]
+            told = [line.rpartition("] ")[2].partition(": ")[2] for line in lines if "Not Support" in line]
             raise RuntimeError(f"its converter wrote no model: {' '.join(told or lines[-1:])}")
 
     def load(self, model: Path, feeds: Feeds, folder: Path, threads: int) -> Call:
