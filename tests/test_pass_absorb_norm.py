@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from coda_edge.passes import absorb_norm, grow_epilogue, row_moments
-from rewriting import Array, model, normal, rewrite
+from coda_edge.passes import absorb_norm, grow_epilogue, row_moments, run_pipeline
+from rewriting import Array, model, normal, rewrite, run
 
+from coda_edge import export, frontend
 from coda_edge.epilogue.program import EpilogueProgram
 
 _PASSES = [row_moments.PASS, absorb_norm.PASS]
@@ -92,3 +93,25 @@ def test_a_bias_that_adds_a_dimension_is_not_joined() -> None:
     done = rewrite(m, [*_PASSES, grow_epilogue.PASS])
     assert done.graph.outputs[0].shape[0] == 1
     assert done.error({"x": normal(7, 24)}) < 2e-6
+
+
+def test_a_norm_that_was_measured_to_be_faster_apart_stays_apart() -> None:
+    """What is asked is the norm's width, the columns of all its readers, and whether it takes off a mean."""
+    m = model(
+        f"""g (float[B, S, 24] x) => (float[B, S, 40] y) {{ {_NORMS["LayerNormalization"]}
+            p = MatMul(n, w) q = MatMul(n, u) t = Tanh(q) y = Mul(p, t) }}""",
+        _CONSTANTS | {"u": normal(24, 40, seed=9)},
+    )
+    asked: list[tuple[int, int, bool]] = []
+
+    def never(k: int, n: int, centred: bool) -> bool:
+        asked.append((k, n, centred))
+        return False
+
+    graph = frontend.normalize(m, None)
+    log = run_pipeline(graph, absorbs=never)
+    assert asked == [(24, 80, True)] * 2 and log.rewrites["absorb_norm"] == 0
+    assert any("measured" in r.reason for r in log.refusals)
+    feeds = {"x": normal(2, 5, 24)}
+    expected, found = run(m, feeds)[0], run(export.to_model(graph), feeds)[0]
+    assert np.abs(found - expected).max() / np.abs(expected).max() < 2e-6

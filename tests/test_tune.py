@@ -33,7 +33,7 @@ from coda_edge.tune.device import DeviceError
 from coda_edge.tune.packed import callers, exported
 from coda_edge.tune.search import STAGES, Outcome, search
 from coda_edge.tune.space import space
-from coda_edge.tune.trial import Bench, labels
+from coda_edge.tune.trial import labels
 
 PROBLEM = Problem("x86-64-v3", "gemm", (48, 32))
 HEURISTIC, FASTER, SLOWER, CLOSE, WRONG = (GemmSchedule(rows, 1, 8) for rows in (4, 5, 6, 7, 8))
@@ -59,10 +59,10 @@ class FakeBench:
         drift = 1.0 + 0.5 * np.sin(len(self.timed) / 200)
         return COSTS[schedule] * drift * (1.0 + self.noise * self.rng.standard_normal())
 
-    def flops(self, schedule: GemmSchedule) -> int:
+    def flops(self, module: Any, schedule: GemmSchedule) -> int:
         return 1000
 
-    def balance(self, schedule: GemmSchedule, threads: int) -> float:
+    def balance(self, module: Any, schedule: GemmSchedule, threads: int) -> float:
         return 1.0
 
 
@@ -163,7 +163,7 @@ def tracker() -> Iterator[str]:
 def _product() -> onnx.ModelProto:
     w = np.random.default_rng(0).standard_normal((32, 48)).astype(np.float32)
     nodes = [helper.make_node("MatMul", ["x", "w"], ["p"]), helper.make_node("Tanh", ["p"], ["y"])]
-    return model(nodes, {"x": (np.float32, ["rows", 32])}, ["y"], {"w": w})
+    return model(nodes, {"x": (np.float32, ["batch", "length", 32])}, ["y"], {"w": w})
 
 
 def _few(problem: Problem, node: Any, target: targets.Target) -> tuple[GemmSchedule, ...]:
@@ -202,7 +202,7 @@ def test_tuning_on_a_tracked_device(tracker: str, tmp_path: Path, monkeypatch: p
     with tune.tracked_device(tracker, "here") as device:
         case = _case(targets.get())
         built = build(case.spec, case.problem, case.space[0], targets.get())
-        bench = Bench(case, targets.get(), device, case.sizes["rows=7"])
+        bench = tune._bench(case, targets.get(), device, case.sizes["batch=1,length=7"])
         module = device.load(built.library)
         assert bench.check(module, case.space[0]) < 1e-5
         assert bench.time(module, case.space[0]) > 0
@@ -219,7 +219,7 @@ def _case(target: targets.Target) -> Case:
 def _zeros(case: Case) -> bytes:
     """A candidate's library, but with a kernel that does nothing."""
     target = targets.get()
-    calls = case.spec.lower(target, case.problem, case.space[0])
+    symbols = [[k.symbol for k in call] for call in case.spec.kernels(target, case.problem, case.space[0])]
     from tvm import tirx
 
     from coda_edge.lower.body import Body, external
@@ -228,9 +228,9 @@ def _zeros(case: Case) -> bytes:
     out = external("out")
     ints = [tirx.Var(name, "int64") for name in ("rows", "begin", "end")]
     body.store(out, 0, tirx.const(0.0, "float32"))
-    kernel = body.function(calls[0].kernel.symbol, [out, *ints])
-    text = callers(calls, target.lanes(4))
-    return link_shared(compile_kernels([kernel], target.tvm, text), exported(calls), target.triple)
+    kernel = body.function(symbols[0][0], [out, *ints])
+    text = callers(symbols, target.lanes(4))
+    return link_shared(compile_kernels([kernel], target.tvm, text), exported(symbols), target.triple)
 
 
 @pytest.mark.parametrize(

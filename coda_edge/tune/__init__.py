@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError
 from contextlib import AbstractContextManager
@@ -24,12 +25,13 @@ from ..schedule import AnySchedule, Database, Problem, default_path
 from ..targets import get
 from ..targets.target import Target
 from .build import Built, builders
-from .case import Case, cases_of
+from .case import Case, NodeSpec, cases_of
 from .device import Device, DeviceError, local_device, tracked_device
+from .norm import NormSpec, PlanBench, norm_cases
 from .result import Tuned
 from .search import STAGES, Outcome, ranked, search
 from .space import space
-from .trial import Bench, labels, peak
+from .trial import Bench, NodeBench, labels, peak
 
 __all__ = ["DeviceError", "Tuned", "local_device", "tracked_device", "tune"]
 
@@ -89,9 +91,25 @@ def _cases(
     loaded = frontend.load(model)
     graph = frontend.to_normal_form(loaded, dict(shapes) if shapes else None).graph
     specs = bound_specs(loaded, graph)
-    run_pipeline(graph)
+    norms: Counter[NormSpec] = Counter()
+
+    def noted(k: int, n: int, centred: bool) -> bool:
+        norms[NormSpec(k, n, centred)] += 1
+        return True
+
+    run_pipeline(graph, absorbs=noted)
     sizes = labels([default_sizes(specs, length=length) for length in lengths])
-    return sorted(cases_of(graph, target, sizes, space), key=lambda c: -c.count * math.prod(c.problem.shape))
+    found: list[Case] = [*cases_of(graph, target, sizes, space), *norm_cases(norms, target, lengths)]
+    return sorted(found, key=lambda c: -c.count * math.prod(c.problem.shape))
+
+
+def _bench(case: Case, target: Target, device: Device, sizes: Mapping[str, int]) -> Bench:
+    """How ``case`` is measured."""
+    if isinstance(case.spec, NormSpec):
+        return PlanBench(case.spec, target, device, sizes)
+    if isinstance(case.spec, NodeSpec):
+        return NodeBench(case.spec, case.problem, case.resident, target, device, sizes)
+    raise TypeError(f"nothing measures a {type(case.spec).__name__}")
 
 
 def _is_known(case: Case, records: Database) -> bool:
@@ -143,7 +161,7 @@ class _Run:
                 raise DeviceError(f"the heuristic's schedule for {case.problem} does not compile: {heuristic.error}")
             modules = {schedule: device.load(b.library) for schedule, b in built.items() if not b.error}
             self.peak = max(self.peak, peak(device, modules[case.space[0]], self.target))
-            benches = {at: Bench(case, self.target, device, sizes) for at, sizes in case.sizes.items()}
+            benches = {at: _bench(case, self.target, device, sizes) for at, sizes in case.sizes.items()}
             advance = partial(self._advance, position, len(cases))
             outcome = search(case, benches, modules, self.records, self.threads, self._late, advance)
             errors = (f"{schedule} does not compile: {b.error}" for schedule, b in built.items() if b.error)

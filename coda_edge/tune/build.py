@@ -13,7 +13,7 @@ from ..errors import CodaError
 from ..schedule import AnySchedule, Problem
 from ..targets.link import link_shared
 from ..targets.target import Target
-from .case import Case, NodeSpec
+from .case import Case, Spec
 from .packed import callers, exported
 
 
@@ -25,16 +25,16 @@ class Built:
     error: str = ""
 
 
-def build(spec: NodeSpec, problem: Problem, schedule: AnySchedule, target: Target) -> Built:
+def build(spec: Spec, problem: Problem, schedule: AnySchedule, target: Target) -> Built:
     """The library of a candidate: its kernels, and the functions by which TVM's runtime calls them."""
     from ..lower.abi import compile_kernels
 
     try:
-        calls = spec.lower(target, problem, schedule)
-        sources = [k for call in calls for k in (call.kernel, call.finish) if k is not None]
-        functions = {source.symbol: source.func for source in sources}
-        compiled = compile_kernels(list(functions.values()), target.tvm, callers(calls, target.lanes(4)))
-        return Built(link_shared(compiled, exported(calls), target.triple))
+        calls = spec.kernels(target, problem, schedule)
+        functions = {source.symbol: source.func for call in calls for source in call}
+        symbols = [[source.symbol for source in call] for call in calls]
+        compiled = compile_kernels(list(functions.values()), target.tvm, callers(symbols, target.lanes(4)))
+        return Built(link_shared(compiled, exported(symbols), target.triple))
     except (CodaError, RuntimeError, ValueError, TypeError) as e:  # TVM's errors are these
         return Built(error=" ".join(str(e).split())[-300:] or type(e).__name__)
 

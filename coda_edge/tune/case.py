@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import onnx_graphsurgeon as gs
 
 from ..dtypes import is_float, numpy_dtype
 from ..ir import shape
-from ..lower.kernel import KernelCall
+from ..lower.kernel import KernelCall, KernelSource
 from ..lower.problems import problem_of
 from ..lower.registry import KERNELS, Context
 from ..schedule import AnySchedule, Problem, fixed
@@ -25,6 +25,13 @@ from ..targets.target import Target
 from ..weights import FactoredConstant, Weight
 
 Array = npt.NDArray[Any]
+
+
+class Spec(Protocol):
+    """What is built for a case."""
+
+    def kernels(self, target: Target, problem: Problem, schedule: AnySchedule) -> list[tuple[KernelSource, ...]]:
+        """Of each kernel call in order the kernel, and the one that finishes, if there is one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,27 +94,16 @@ class NodeSpec:
         (node,) = self.graph().nodes
         return KERNELS[self.op](node, Context(target, narrow=True, schedules=fixed(problem, schedule)))
 
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """A distinct problem of a model.
-
-    ``sizes``: the sets of sizes that it is measured at, by what they are called; ``count``: how many nodes of the model have it; ``space``:
-    the schedules to choose from, the heuristic's first. ``resident``: bytes of all the model's weights, of which these are some.
-    """
-
-    problem: Problem
-    spec: NodeSpec
-    sizes: Mapping[str, Mapping[str, int]]
-    space: tuple[AnySchedule, ...]
-    count: int = 1
-    resident: int = 0
+    def kernels(self, target: Target, problem: Problem, schedule: AnySchedule) -> list[tuple[KernelSource, ...]]:
+        """As ``Spec`` says."""
+        calls = self.lower(target, problem, schedule)
+        return [(call.kernel, *([call.finish] if call.finish is not None else [])) for call in calls]
 
     def feeds(self, sizes: Mapping[str, int]) -> dict[str, Array]:
         """Inputs of the node at ``sizes``: positive floats, so that variances may be among them; true or false; zeros."""
         rng = np.random.default_rng(0)
         made: dict[str, Array] = {}
-        for spec in self.spec.inputs:
+        for spec in self.inputs:
             if spec.values is not None or not spec.name:
                 continue
             dims = [evaluate(d, sizes) for d in shape(spec.tensor())]
@@ -121,19 +117,19 @@ class Case:
 
     def constant(self, name: str) -> Array:
         """The value of a constant operand."""
-        return next(spec.values for spec in self.spec.inputs if spec.name == name and spec.values is not None)
+        return next(spec.values for spec in self.inputs if spec.name == name and spec.values is not None)
 
-    def outputs(self, sizes: Mapping[str, int]) -> dict[str, Array]:
+    def results(self, sizes: Mapping[str, int]) -> dict[str, Array]:
         """Arrays of the shapes and dtypes of the outputs at ``sizes``."""
         return {
             spec.name: np.zeros([evaluate(d, sizes) for d in shape(spec.tensor())], numpy_dtype(spec.dtype))
-            for spec in self.spec.outputs
+            for spec in self.outputs
         }
 
     def expected(self, sizes: Mapping[str, int]) -> dict[str, Array]:
         """What the node computes of ``feeds``, by its ONNX function in onnxruntime."""
         session, feeds = self._reference, self.feeds(sizes)
-        names = [spec.name for spec in self.spec.outputs]
+        names = [spec.name for spec in self.outputs]
         return dict(zip(names, session.run(names, feeds), strict=True))
 
     @cached_property
@@ -141,7 +137,23 @@ class Case:
         from ..export import to_model
         from ..verify import ort_session
 
-        return ort_session(to_model(self.spec.graph()), threads=1, plain=True)
+        return ort_session(to_model(self.graph()), threads=1, plain=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A distinct problem of a model.
+
+    ``sizes``: the sets of sizes that it is measured at, by what they are called; ``count``: how many nodes of the model have it; ``space``:
+    the schedules to choose from, the heuristic's first. ``resident``: bytes of all the model's weights, of which these are some.
+    """
+
+    problem: Problem
+    spec: Spec
+    sizes: Mapping[str, Mapping[str, int]]
+    space: tuple[AnySchedule, ...]
+    count: int = 1
+    resident: int = 0
 
 
 def cases_of(

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..lower.kernel import KernelCall
-
 REPEAT = "repeat"
 PEAK = "peak"
 CHAINS = 12
@@ -24,13 +22,13 @@ def caller_name(position: int) -> str:
     return f"call{position}"
 
 
-def exported(calls: Sequence[KernelCall]) -> list[str]:
+def exported(calls: Sequence[Sequence[str]]) -> list[str]:
     """The symbols of ``callers``."""
     return [_PREFIX + REPEAT, _PREFIX + PEAK, *(_PREFIX + caller_name(i) for i in range(len(calls)))]
 
 
-def callers(calls: Sequence[KernelCall], lanes: int) -> str:
-    """A function for each call: ``(ints, strides, buffers…)``, all of them tensors.
+def callers(calls: Sequence[Sequence[str]], lanes: int) -> str:
+    """A function for each of ``calls``, which are the symbols of a kernel and of its ``finish``: ``(ints, strides, buffers…)``, all of them tensors.
 
     ``ints`` (int64): what the kernel takes, ``begin`` and ``end`` included. ``strides`` (int64): of each buffer how many bytes it goes on from one
     run to the next, and last the number of runs: with a stride for its weights a kernel reads others each time, as a model's layers
@@ -38,10 +36,9 @@ def callers(calls: Sequence[KernelCall], lanes: int) -> str:
     ``peak (sizes, sink)`` does ``sizes[0]`` times ``CHAINS`` multiply-adds of ``lanes`` float32.
     """
     made = [_DATA, _REPEAT.format(name=_PREFIX + REPEAT), _peak(lanes)]
-    for position, call in enumerate(calls):
-        kernels = [call.kernel, *([call.finish] if call.finish is not None else [])]
+    for position, symbols in enumerate(calls):
         text = "\n".join(
-            f"  %status{i} = call i32 @{kernel.symbol}(ptr %addresses, ptr %ints)" for i, kernel in enumerate(kernels)
+            f"  %status{i} = call i32 @{symbol}(ptr %addresses, ptr %ints)" for i, symbol in enumerate(symbols)
         )
         made.append(_CALLER.format(name=_PREFIX + caller_name(position), kernels=text))
     return "".join(made)

@@ -111,7 +111,7 @@ def search(
             if out_of_time():
                 complete = False
                 break
-            _round(race, entrants, benches, modules, threads)
+            _round(race, heuristic, entrants, benches, modules, threads)
             advance((number + (done + 1) / stage.rounds) / len(STAGES))
         for schedule in (s for s in (*entrants, heuristic) if s in race.ratios):
             scores[schedule] = race.relative(schedule)
@@ -123,7 +123,7 @@ def search(
     record = _record(case, race, chosen, chosen=complete)
     if complete:
         database.add(record)
-    rates = {at: benches[at].flops(chosen) / value for at, value in record.seconds.items()}
+    rates = {at: benches[at].flops(modules[chosen], chosen) / value for at, value in record.seconds.items()}
     return Outcome(case, record, rates, len(race.ratios), tuple(failed.values()), complete)
 
 
@@ -154,14 +154,14 @@ def _working(
 
 def _round(
     race: _Race,
+    heuristic: AnySchedule,
     candidates: Sequence[AnySchedule],
     benches: Mapping[str, Bench],
     modules: Mapping[AnySchedule, Any],
     threads: int,
 ) -> None:
-    """Times every candidate once at each of the sizes, between two runs of the heuristic's."""
+    """Times every candidate once at each of the sizes, between two runs of the heuristic's schedule."""
     for at, bench in benches.items():
-        heuristic = bench.case.space[0]
         before = bench.time(modules[heuristic], heuristic)
         found: dict[AnySchedule, float] = {}
         for schedule in candidates:
@@ -171,7 +171,8 @@ def _round(
         race.noise.append(abs(before - after) / (before + after))
         found[heuristic] = reference
         for schedule, seconds in found.items():
-            balance = bench.balance(schedule, threads) / bench.balance(heuristic, threads)
+            balance = bench.balance(modules[schedule], schedule, threads)
+            balance /= bench.balance(modules[heuristic], heuristic, threads)
             race.ratios.setdefault(schedule, {}).setdefault(at, []).append(seconds / reference * balance)
             race.seconds.setdefault(schedule, {}).setdefault(at, []).append(seconds)
 
