@@ -77,13 +77,15 @@ def row_kind(dims: Dims, tile: Dims) -> Placement | None:
 
 
 def shared_rows(dims: Dims, lead: Dims) -> Rows | None:
-    """Which rows an operand with leading dimensions ``dims`` has, where the tile has ``lead``: ``[B, S]`` if some are shared."""
+    """Which rows an operand with leading dimensions ``dims`` has, where the tile has ``lead``: ``[B, …]`` if some are shared."""
     whole = [same(d, t) for d, t in zip(dims, lead, strict=True)]
     if all(whole):
         return Rows.ALL
-    if len(lead) != 2 or not any(whole) or not same(dims[whole.index(False)], 1):
+    if len(lead) < 2:
         return None
-    return Rows.POSITION if whole[1] else Rows.BATCH
+    if all(whole[1:]) and same(dims[0], 1):
+        return Rows.POSITION
+    return Rows.BATCH if whole[0] and all(same(d, 1) for d in dims[1:]) else None
 
 
 def score_kind(dims: Dims, tile: Dims) -> Placement | None:

@@ -9,8 +9,9 @@ import numpy.typing as npt
 import onnx
 import pytest
 from coda_edge.passes import PIPELINE
+from lowering import Compiled, assert_same
 from onnx import TensorProto, helper
-from rewriting import model, normal, rewrite
+from rewriting import model, normal, rewrite, run
 
 Array = npt.NDArray[Any]
 
@@ -235,3 +236,50 @@ def test_a_height_that_the_model_needs_to_be_one_after_strides() -> None:
     assert done.ops()["Gemm"] == 1
     for shape in ((2, 3, 8, 5), (1, 3, 15, 7)):
         assert done.error({"x": normal(*shape)}) < 1e-6
+
+
+def test_what_each_image_adds_to_its_channels_joins_the_convolution() -> None:
+    m = model(
+        """
+        g (float[n, 4, h, w] x, float[n, 6, 1, 1] e) => (float[n, 5, h, w] y) {
+            a = Conv <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (x, w1, b)
+            c = Add (a, e)
+            d = Relu (c)
+            f = Mul (d, place)
+            y = Conv <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (f, w2)
+        }
+        """,
+        {
+            "w1": normal(6, 4, 3, 3),
+            "w2": normal(5, 6, 3, 3, seed=1),
+            "b": normal(6, seed=2),
+            "place": normal(1, 6, 1, 1, seed=3),
+        },
+    )
+    done = rewrite(m, PIPELINE)
+    assert done.ops() == Counter({"Gemm": 2, "Map": 2, "Reshape": 1})
+    compiled = Compiled(done.graph)
+    for n, h, w in ((1, 2, 3), (3, 5, 4)):
+        feeds = {"x": normal(n, 4, h, w), "e": normal(n, 6, 1, 1, seed=4)}
+        assert done.error(feeds) < 1e-6
+        (expected,) = run(m, feeds)
+        assert_same(compiled.run(feeds)["y"], expected)
+
+
+def test_transposes_cancel_through_slices_joints_and_padding() -> None:
+    m = model(
+        """
+        g (float[n, h, w, 4] x) => (float[n, p, q, 8] y)
+          <int64[1] one = {1}, int64[1] last = {-1}, int64[1] axis = {-2}, int64[8] pads = {0, 0, 1, 0, 0, 0, 0, 2}> {
+            a = Transpose <perm = [0, 3, 1, 2]> (x)
+            c = Slice (a, one, last, axis)
+            d = Sigmoid (c)
+            j = Concat <axis = 1> (c, d)
+            f = Pad (j, pads)
+            y = Transpose <perm = [0, 2, 3, 1]> (f)
+        }
+        """
+    )
+    done = rewrite(m, [])
+    assert "Transpose" not in done.ops()
+    assert done.error({"x": normal(2, 5, 3, 4)}) == 0

@@ -2,7 +2,8 @@
 
 ``T₂(f(T₁(a), T₁(b), c))`` is ``f(a, b, T₂(c))`` where T₂ undoes T₁ and ``f`` is any tree of elementwise operators with
 constants ``c``, of reductions that keep their axes (a norm over channels that come first is
-one over channels that come last, never the other way; pooling is either), and of Slice, Concat and Pad. It happens only if every leaf that is no constant cancels, so it never adds a transpose.
+one over channels that come last, never the other way; pooling is either), and of Slice, Concat and Pad. It happens only if every leaf that is no constant cancels, or has its elements
+in one order either way (``[n, channels, 1, 1]``), so it never adds a transpose that takes a kernel.
 """
 
 from __future__ import annotations
@@ -55,11 +56,14 @@ def _cancelled(b: Builder) -> ir.Tensor | None:
 
 
 def _tree(root: gs.Node, undone: list[int]) -> list[gs.Node] | None:
-    """The elementwise nodes and reductions under ``root`` in order of evaluation; None if a leaf is neither constant nor transposed by ``undone``."""
+    """The nodes under ``root`` in order of evaluation; None if no leaf is transposed by ``undone``, or one is nothing that the rule has."""
     order: list[gs.Node] = []
     seen: set[int] = set()
+    cancelled = 0
+    perm = [undone.index(axis) for axis in range(len(undone))]
 
     def visit(node: gs.Node) -> bool:
+        nonlocal cancelled
         if id(node) in seen:
             return True
         seen.add(id(node))
@@ -69,17 +73,36 @@ def _tree(root: gs.Node, undone: list[int]) -> list[gs.Node] | None:
             if isinstance(tensor, gs.Constant):
                 continue
             source = ir.producer(tensor)
-            if source is None or tensor.shape is None or len(tensor.shape) != len(undone):
+            if tensor.shape is None or len(tensor.shape) != len(undone):
                 return False
-            if source.op == "Transpose" and not source.domain:
-                if list(source.attrs.get("perm", ())) != undone:
-                    return False
-            elif not _turns(source, undone, ir.shape(root.outputs[0])) or not visit(source):
+            if _is_transposed(tensor, undone):
+                cancelled += 1
+            elif _is_view(tensor, perm):
+                continue
+            elif (
+                source is None
+                or source.op == "Transpose"
+                or not _turns(source, undone, ir.shape(root.outputs[0]))
+                or not visit(source)
+            ):
                 return False
         order.append(node)
         return True
 
-    return order if visit(root) else None
+    return order if visit(root) and cancelled else None
+
+
+def _is_transposed(tensor: ir.Tensor, perm: list[int]) -> bool:
+    source = ir.producer(tensor)
+    transposed = source is not None and source.op == "Transpose" and not source.domain
+    return transposed and list(source.attrs.get("perm", ())) == perm
+
+
+def _is_view(tensor: ir.Tensor, perm: list[int]) -> bool:
+    """Whether a Transpose by ``perm`` moves axes of 1 only."""
+    dims = ir.shape(tensor)
+    moved = [axis for axis in perm if not same(dims[axis], 1)]
+    return moved == sorted(moved)
 
 
 def _data(node: gs.Node) -> list[ir.Tensor]:
@@ -118,6 +141,8 @@ def _operand(b: Builder, tensor: ir.Tensor, made: dict[str, ir.Tensor], perm: li
     if tensor.name in made:
         return made[tensor.name]
     value = ir.constant_value(tensor)
+    if value is None and not _is_transposed(tensor, [perm.index(axis) for axis in range(len(perm))]):
+        return b("Transpose", tensor, perm=perm)
     if value is None:
         (source,) = tensor.inputs
         kept: ir.Tensor = source.inputs[0]

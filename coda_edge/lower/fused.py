@@ -37,7 +37,7 @@ def lower_gemm_node(node: gs.Node, context: Context) -> list[KernelCall]:
             [t.name for t in operands],
             [t.name for t in node.outputs],
             product(dims[:-1]),
-            dims[-2],
+            product(dims[1:-1]),
             context.schedules.gemm(gemm_problem(node, context.target)),
             source=tuple(node.attrs.get("source", ())),
             windows=windows,
