@@ -19,6 +19,10 @@ from .errors import ShapeError
 
 #: Bytes from which on the system would give an output's memory page by page, in each run again.
 _LARGE = 1 << 16
+#: numpy's flags of an array that is read where it is: C_CONTIGUOUS and ALIGNED.
+_IN_PLACE = 0x101
+#: How many combinations of input shapes are remembered with the output shapes that follow.
+_KNOWN_SHAPES = 64
 _ONNX_NAMES = {"float32": "float", "float64": "double"}
 
 
@@ -86,6 +90,8 @@ class Session:
         self._inputs = [_Tensor(*tensor) for tensor in self._runtime.tensors(False)]
         self._outputs = [_Tensor(*tensor) for tensor in self._runtime.tensors(True)]
         self._input_names = frozenset(tensor.name for tensor in self._inputs)
+        self._all = list(range(len(self._outputs)))
+        self._known_shapes: dict[tuple[tuple[int, ...], ...], list[tuple[int, ...]]] = {}
         self._output_index = {tensor.name: i for i, tensor in enumerate(self._outputs)}
 
     def get_inputs(self) -> list[IO]:
@@ -143,9 +149,9 @@ class Session:
         other and from ``feeds``; the others are new arrays. Raises ``ShapeError`` for a missing or unknown name, a wrong element
         type or dimensions that do not fit (those that data decides too), and ``DataError`` for a value that the model cannot process.
         """
-        wanted = self._wanted(output_names)
+        wanted = self._all if output_names is None else self._wanted(output_names)
         inputs = self._feed(feeds)
-        shapes = self._runtime.shapes(inputs)
+        shapes = self._shapes(inputs)
         given = self._bound(outputs, shapes) if outputs else {}
         for i in wanted:
             if i not in given and -1 not in shapes[i]:
@@ -180,9 +186,19 @@ class Session:
     ) -> None:
         self.close()
 
-    def _wanted(self, names: Sequence[str] | None) -> list[int]:
-        if names is None:
-            return list(range(len(self._outputs)))
+    def _shapes(self, inputs: list[tuple[int, npt.NDArray[Any]] | None]) -> list[tuple[int, ...]]:
+        """The outputs' shapes; -1 where data decides."""
+        if None in inputs:
+            return self._runtime.shapes(inputs)  # which raises
+        key = tuple([given[1].shape for given in inputs if given])
+        shapes = self._known_shapes.get(key)
+        if shapes is None:
+            if len(self._known_shapes) >= _KNOWN_SHAPES:
+                self._known_shapes.clear()
+            shapes = self._known_shapes[key] = self._runtime.shapes(inputs)
+        return shapes
+
+    def _wanted(self, names: Sequence[str]) -> list[int]:
         unknown = [name for name in names if name not in self._output_index]
         if unknown:
             raise ShapeError(f"no output is called '{unknown[0]}'; the outputs are {_quoted(self._outputs)}")
@@ -214,17 +230,17 @@ class Session:
         return arrays
 
     def _feed(self, feeds: Mapping[str, npt.ArrayLike]) -> list[tuple[int, npt.NDArray[Any]] | None]:
-        unknown = [name for name in feeds if name not in self._input_names]
-        if unknown:
-            raise ShapeError(f"no input is called '{unknown[0]}'; the inputs are {_quoted(self._inputs)}")
+        if feeds.keys() != self._input_names:
+            unknown = [name for name in feeds if name not in self._input_names]
+            if unknown:
+                raise ShapeError(f"no input is called '{unknown[0]}'; the inputs are {_quoted(self._inputs)}")
         return [self._array(tensor, feeds[tensor.name]) if tensor.name in feeds else None for tensor in self._inputs]
 
     def _array(self, tensor: _Tensor, value: npt.ArrayLike) -> tuple[int, npt.NDArray[Any]]:
-        array = np.asarray(value)
-        if array.dtype != tensor.dtype:
+        array = value if type(value) is np.ndarray else np.asarray(value)
+        if array.dtype is not tensor.dtype and array.dtype != tensor.dtype:
             raise ShapeError(f"input '{tensor.name}': element type is {array.dtype}, expected {tensor.dtype}")
-        flags = array.flags
-        return tensor.in_place(array if flags.c_contiguous and flags.aligned else array.copy(order="C"))
+        return tensor.in_place(array if array.flags.num & _IN_PLACE == _IN_PLACE else array.copy(order="C"))
 
 
 def _quoted(tensors: list[_Tensor]) -> str:
