@@ -4,7 +4,7 @@ x ``[batch, *spatial, C]`` is channels-last; W ``[taps·C/g, N]`` is packed into
 are columns. What a vector of columns is multiplied with under a tap is, of a group that is as wide as the vector, one channel in all
 lanes; of narrower ones a vector of channels, in the order that the groups say: of a depthwise convolution, as they lie.
 
-An item is a part of a line of the result. Where windows reach beyond the tensor along the line, places are done one by one with the taps
+An item is a part of a line of the result, with some panels. Where windows reach beyond the tensor along the line, places are done one by one with the taps
 that they have; between these, tiles of places share what they read. Along the other axes, lines have the taps that they have. So
 nothing is padded, copied or masked.
 """
@@ -40,8 +40,8 @@ from .kernel import KernelCall, KernelSource, Workspace
 _PART = 48
 # Taps and channels that are written out one after the other.
 _UNROLLED = 8
-# Work below which a chunk of items is not worth another thread, in multiply-adds.
-_GRAIN = 50_000
+# Work of an item, about, in multiply-adds: what it takes to find its place should not count.
+_GRAIN = 60_000
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ def lower_grouped(
     *lines, places = out
     parts = _quotient(places + (_PART - 1), _PART)
     schedule = choose_grouped(target, groups, n, 1 << depth(program))
+    work = min(places, _PART) * k * schedule.width if isinstance(places, int) else _PART * k * schedule.width
+    schedule = replace(schedule, panels=max(1, _GRAIN // max(1, work)))
     part = _quotient(places + parts * schedule.rows - 1, _at_least_one(parts * schedule.rows)) * schedule.rows
     shape = GemmShape(program, n, k, schedule)
     symbol = f"grouped_{n}x{k}_{_key(target, shape, groups)}"
@@ -89,7 +91,6 @@ def lower_grouped(
     sizes = [size for pair in zip(windows.sizes, out, strict=True) for size in pair]
     batches = (product(out),) if program.batched else ()
     make = partial(GroupedKernel, shape, groups)
-    work = min(places, _PART) * n * k if isinstance(places, int) else _PART * n * k
     return KernelCall(
         name=name,
         kernel=KernelSource(symbol, lambda: make().items(symbol)),
@@ -101,8 +102,7 @@ def lower_grouped(
             *workspaces,
         ),
         ints=(rows, *batches, *sizes, simplify(parts), simplify(part)),
-        items=simplify(product([windows.batch, *lines]) * parts),
-        grain=max(1, _GRAIN // max(1, work)),
+        items=simplify(product([windows.batch, *lines]) * parts * shape.groups),
         scratch=4 * shape.scratch,
         finish=KernelSource(merge, lambda: make().merge(merge)) if count else None,
         outputs=tuple(outputs),
@@ -172,13 +172,15 @@ class GroupedKernel(Kernel):
         self.params[-2:-2] = self.sizes.params
 
     def items(self, symbol: str) -> tirx.PrimFunc:
-        """The kernel that does items: a part of a line with all columns, tiles in the middle and single places around them."""
+        """The kernel that does items: a part of a line with some panels, tiles in the middle and single places around them."""
         body, sizes, window, height = self.body, self.sizes, self.groups.window, self.schedule.rows
         stride, before, reach = window.strides[-1], window.before[-1], window.reach[-1]
         size, places = sizes.spatial[-1]
         with body.loop(self.begin, self.end, "item") as item:
-            number = body.let(tirx.floordiv(item, sizes.parts), "line")
-            begin = body.let((item - number * sizes.parts) * sizes.part, "begin")
+            part = body.let(tirx.floordiv(item, index(self.shape.groups)), "part")
+            first = body.let((item - part * self.shape.groups) * self.schedule.panels, "first_panel")
+            number = body.let(tirx.floordiv(part, sizes.parts), "line")
+            begin = body.let((part - number * sizes.parts) * sizes.part, "begin")
             end = body.let(tirx.min(begin + sizes.part, places), "end")
             line = self._line(number)
             row = body.let(number * places, "row")
@@ -204,7 +206,8 @@ class GroupedKernel(Kernel):
                     place = tirx.Select(single < ahead, begin + single, behind + (single - ahead))
                     write(body.let(place, "place"), 1, True)
 
-            self._over_panels(index(0), index(self.shape.panels), panel)
+            behind_panels = body.let(tirx.min(first + self.schedule.panels, index(self.shape.panels)), "end_panel")
+            self._over_panels(first, behind_panels, panel)
         return body.function(symbol, self.params)
 
     def _line(self, number: Expr) -> _Line:

@@ -247,6 +247,8 @@ def lower_softmax(node: gs.Node, context: Context) -> list[KernelCall]:
     shape = ir.shape(source)
     axis = int(node.attrs.get("axis", -1)) % len(shape)
     logarithm = node.op == "LogSoftmax"
+    # Exponentials wait for their sum where the result goes, which has their precision.
+    waits = not logarithm and dtype_name(out) == "float32"
 
     def build(emit: Emitter) -> KernelCall:
         x, dtype = leaf(source, emit, context), dtype_name(out)
@@ -258,12 +260,22 @@ def lower_softmax(node: gs.Node, context: Context) -> list[KernelCall]:
             def shifted(here: list[Expr]) -> Expr:
                 return emit.bind(_cast("float32", x.at(here)) - largest)
 
-            total = run.reduce(SUM, lambda here: emit.bind(intrinsics.exp(shifted(here))), "float32")
+            def term(here: list[Expr]) -> Expr:
+                value = emit.bind(intrinsics.exp(shifted(here)))
+                if waits:
+                    emit.store(result, emit.ravel(here, shape), value)
+                return value
+
+            total = run.reduce(SUM, term, "float32")
             last = emit.bind(intrinsics.log(total) if logarithm else constant(1, "float32") / total)
 
             def finish(here: list[Expr], at: Expr, lane: Expr) -> None:
-                value = shifted(here) - last if logarithm else emit.bind(intrinsics.exp(shifted(here))) * last
-                emit.store(result, emit.ravel(here, shape), _cast(dtype, value))
+                index = emit.ravel(here, shape)
+                if waits:
+                    value = tirx.BufferLoad(result, [index]) * last
+                else:
+                    value = shifted(here) - last if logarithm else emit.bind(intrinsics.exp(shifted(here))) * last
+                emit.store(result, index, _cast(dtype, value))
 
             run.each(finish)
 
