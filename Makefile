@@ -32,7 +32,8 @@ pytest: $(VENV)/installed
 	$(BIN)/python -m pytest -q -n auto --dist loadfile
 
 bench: $(VENV)/installed
-	$(BIN)/python -m benchmarks.minilm
+	$(BIN)/python -m pip install --quiet -e ".[bench]"
+	$(BIN)/python -m benchmarks.cpu --suite --markdown --out $(BUILD)/benchmarks
 
 clean:
 	rm -rf $(VENV) $(BUILD)

@@ -1,7 +1,8 @@
 """A roofline (Williams, Waterman and Patterson, 2009): what arithmetic each kernel reaches, below what memory and the core allow.
 
-A kernel is a point: FLOPs for each byte that it must move, against FLOP/s; its area is its share of the time. The whole model is a
-point for each engine, at the intensity that its kernels here have together. The dashed roof is of the second-level caches.
+A kernel is a point: FLOPs for each byte that it must move, against FLOP/s; its area is its share of the time, and below a thousandth it is
+left out. The whole model is a point for each engine, at the intensity that its kernels here have together. The dashed roof is of the
+second-level caches.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ _KINDS = {"attention": "#d1495b", "gemm": "#00798c"}
 _OTHER = "#edae49"
 _ENGINES = {OURS: "*", "onnxruntime": "s", "openvino": "D", "mnn": "^", "iree": "v", "tvm": "P"}
 _LARGEST, _SMALLEST = 900.0, 8.0
+_LEAST_SHARE = 1e-3
 
 
 def draw(measured: Measured, stem: Path) -> None:
@@ -28,8 +30,8 @@ def draw(measured: Measured, stem: Path) -> None:
 
     matplotlib.rcParams["svg.hashsalt"] = "coda-edge"
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    points = [g for g in groups(measured.kernels) if g.flops and g.bytes and g.ns]
-    total = sum(k.ns for k in measured.kernels) or 1.0
+    total = sum(k.ns for k in measured.kernels)
+    points = [g for g in groups(measured.kernels) if g.flops and g.bytes and g.ns > _LEAST_SHARE * total]
     peak = measured.roofs.flops / 1e9
     intensities = [g.flops / g.bytes for g in points] or [1.0]
     span = np.geomspace(min(*intensities, 0.25) / 2, max(*intensities, 256) * 2, 200)
