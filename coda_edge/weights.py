@@ -179,36 +179,42 @@ def quantised(values: Array, stored: Array, zero: Array | None, quantum: Array |
 
     None if they are not that to the last bit, if the numbers are of no dtype in ``WHOLE``, or if there are too many factors to gain by it.
     """
-    dtype = whole_dtype(stored) if values.size >= SMALLEST else None
+    weight = _packed(stored, zero, quantum, values.shape) if values.size >= SMALLEST else None
+    return weight if weight is not None and np.array_equal(weight.value(), values) else None
+
+
+def _packed(stored: Array, zero: Array | None, quantum: Array | None, dims: tuple[int, ...]) -> Weight | None:
+    """``(stored - zero) · quantum``; None if no dtype in ``WHOLE`` has the numbers, or if there are too many factors."""
+    dtype = whole_dtype(stored)
     if dtype is None:
         return None
     numbers = stored
     if zero is not None:
-        shifts = np.broadcast_to(zero.astype(np.float32), values.shape)
+        shifts = np.broadcast_to(zero.astype(np.float32), dims)
         centred = stored.astype(np.float32) - shifts
         found = whole_dtype(centred) if np.array_equal(zero, np.rint(zero)) else None
         if found is not None and _bits(found) <= _bits(dtype):
             numbers, zero, dtype = centred, None, found
     blocks = [
-        None if part is None else Blocks.of(np.broadcast_to(part.astype(np.float32), values.shape))
-        for part in (quantum, zero)
+        None if part is None else Blocks.of(np.broadcast_to(part.astype(np.float32), dims)) for part in (quantum, zero)
     ]
     if blocks[0] is not None and np.all(blocks[0].numbers == 1):
         blocks[0] = None
-    if any(b is not None and b.numbers.size * _FEWEST > values.size for b in blocks):
+    if any(b is not None and b.numbers.size * _FEWEST > numbers.size for b in blocks):
         return None
-    weight = Weight(np.ascontiguousarray(numbers).astype(dtype), None, None, *blocks)
-    return weight if np.array_equal(weight.value(), values) else None
+    return Weight(np.ascontiguousarray(numbers).astype(dtype), None, None, *blocks)
 
 
 def dequantised(
     editor: GraphEditor, name: str, stored: Array, zero: Array, quantum: Array, dtype: np.dtype[np.generic]
 ) -> gs.Constant:
     """The constant ``(stored - zero) · quantum`` of whole numbers, computed in float32 and rounded to ``dtype``, stored as they are."""
+    small = stored.size < SMALLEST or dtype != np.float32
+    weight = None if small else _packed(stored, zero, quantum, stored.shape)
+    if weight is not None:
+        return FactoredConstant(editor.names.fresh(name), weight.value(), weight)
     values = (stored.astype(np.float32) - zero.astype(np.float32)) * quantum.astype(np.float32)
-    made = editor.constant(name, values.astype(dtype))
-    weight = quantised(values, stored, zero, quantum) if dtype == np.float32 else None
-    return made if weight is None else FactoredConstant(made.name, made.values, weight)
+    return editor.constant(name, values.astype(dtype))
 
 
 def _bits(dtype: np.dtype[np.generic]) -> int:

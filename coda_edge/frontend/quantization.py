@@ -81,13 +81,16 @@ def _rescaled(b: Builder, value: ir.Tensor, scale: ir.Tensor, zero: ir.Tensor | 
 
 
 def _along(b: Builder, x: ir.Tensor, rank: int, own: int | None = None) -> ir.Tensor | None:
-    """A scale or zero point so that it broadcasts: a vector along the attribute ``axis``; None for blocks."""
+    """A scale or zero point so that it broadcasts: a vector, or blocks, along the attribute ``axis``; None for blocks of a dynamic axis."""
     own = len(ir.shape(x)) if own is None else own
     if own == 0:
         return x
-    if own > 1 or b.attr("block_size", 0):
+    axis, size = b.attr("axis", 1) % rank if rank else 0, b.attr("block_size", 0)
+    if size:
+        count = ir.shape(b.node.inputs[0])[axis]
+        return b("Gather", x, list(np.arange(count) // size), axis=axis) if isinstance(count, int) else None
+    if own > 1:
         return None
-    axis = b.attr("axis", 1) % rank if rank else 0
     return b("Reshape", x, [-1] + [1] * (rank - 1 - axis)) if rank else b("Reshape", x, [])
 
 
