@@ -65,7 +65,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Measured:
-    """``engines``: ours first. ``flops`` and ``bytes`` are those of all ``kernels`` together."""
+    """``engines``: ours first. ``flops`` and ``bytes`` are those of all ``kernels`` together.
+
+    ``inside_ms``: what a run spends in kernels, the median over profiled runs: in noise it is more than the sum of the kernels' medians.
+    """
 
     title: str
     threads: int
@@ -73,6 +76,7 @@ class Measured:
     roofs: Roofs
     engines: Sequence[Engine]
     kernels: Sequence[Kernel] = field(default=())
+    inside_ms: float = float("nan")
 
     @property
     def ours(self) -> Engine:
@@ -187,7 +191,8 @@ def measure(
             apart = {OURS: calls[OURS], name: calls[name]}
             engines.append(_engine(name, blocks(apart, _SLOW_ROUNDS, block=0.0, least=1), errors[name]))
     engines += [Engine(name, reason=reason) for name, reason in reasons.items()]
-    return Measured(title, threads, count, machine.best(), engines, _kernels(profiles))
+    inside_ms = float(np.median([sum(step.ns for step in steps) for steps in profiles])) * 1e-6
+    return Measured(title, threads, count, machine.best(), engines, _kernels(profiles), inside_ms)
 
 
 def _level(session: Session) -> str:
