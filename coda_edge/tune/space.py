@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
@@ -18,7 +20,15 @@ def _gemm(problem: Problem, node: gs.Node, target: Target) -> Sequence[AnySchedu
 
 
 def _attention(problem: Problem, node: gs.Node, target: Target) -> Sequence[AnySchedule]:
-    return [choose_attention(target)]
+    chosen = choose_attention(target)
+    step = math.lcm(chosen.value_rows, chosen.lanes)
+    queries = sorted({step * -(-size // step) for size in _QUERIES})
+    found = [chosen, *(replace(chosen, keys=keys) for keys in _KEYS), *(replace(chosen, queries=q) for q in queries)]
+    return tuple(dict.fromkeys(found))
+
+
+_KEYS = (32, 48, 64, 96, 128, 192)
+_QUERIES = (16, 32, 48, 64, 96)
 
 
 _SPACES: dict[str, Callable[[Problem, gs.Node, Target], Sequence[AnySchedule]]] = {
