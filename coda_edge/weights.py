@@ -7,8 +7,8 @@ means into them. What is stored stays narrow:
 
 with a factor and a zero point for each block of elements, a norm's gain as the scale, and what centres the columns as the offset;
 kernels compute the value as they read, rounding to float32 after each operation. Without scale and offset that is the number of the model,
-bit for bit. With them the numbers rounded one after another differ from the constant's, which passes compute in float64 and round once,
-by at most ``2⁻²³·|scale·stored| + 2⁻²⁴·|value|``.
+bit for bit. With them it is within ``2⁻²⁴ · (3·|value + offset| + |offset| + |value|)`` of what passes compute in float64 and round once:
+the gain and the offset are rounded, and each product and difference with them.
 
 A float32 weight whose every number happens to be half's (a half checkpoint, exported in float32) is stored like one: nothing is lost by it.
 """

@@ -198,7 +198,6 @@ OPERATORS = (
 REFUSED = (
     "test_batchnorm_epsilon_training_mode",
     "test_batchnorm_example_training_mode",
-    "test_dequantizelinear_blocked",
     "test_maxpool_with_argmax",
     "test_training_dropout",
 )
