@@ -42,7 +42,7 @@ def built(
     operands = [ScoreOperand(p.name, s) for p, s in zip(program.params[1:], shapes, strict=True)]  # type: ignore[arg-type]
     sizes = AttentionSizes(B, H, SQ, SK, depth, columns)
     call = lower_attention(target, "attention", program, ("q", "k", "v"), operands, "out", sizes, guard, schedule)
-    return call, Library(target.build([call.kernel]))
+    return call, Library(target.build([call.kernel, *([call.finish] if call.finish else [])]))
 
 
 def reference(

@@ -48,7 +48,7 @@ def built(
     )
     operand = [ScoreOperand("live", (B, 1, 1, SK))] if len(program.params) > 1 + len(bands) else []
     call = lower_attention(TARGET, "a", program, ("q", "k", "v"), operand, "out", sizes, guard, extras=extras)
-    return call, Library(TARGET.build([call.kernel]))
+    return call, Library(TARGET.build([call.kernel, *([call.finish] if call.finish else [])]))
 
 
 def live(kind: str, b: int, sk: int) -> np.ndarray:

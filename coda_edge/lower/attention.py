@@ -9,6 +9,7 @@ Bands (see ``coda_edge.attention``) are compared, not read, and only where a til
 one that hides what is outside are skipped. A query that sees no key within is given the others after all, since the graph may define that.
 Where probabilities are rounded before they meet the values, the keys are gone over twice: first for the maxima and sums, without which
 probabilities are not known. Past keys and values are read where they lie; the first item of each head that owns some also writes the joined rows.
+Few queries, as when text is generated, are another matter: see ``attention_few``.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from ..errors import ShapeError
 from ..schedule.attention import AttentionSchedule, choose_attention
 from ..symbolic import Dim, same, simplify
 from ..targets.target import Target
+from .attention_few import PART
 from .attention_shape import AttentionShape, transposed
 from .attention_tile import AttentionKernel
-from .kernel import KernelCall, KernelSource, Packed
+from .kernel import KernelCall, KernelSource, Packed, Workspace
 
 Operand: TypeAlias = "str | Packed"
 
@@ -96,7 +98,7 @@ def lower_attention(
     the bands, the others ``operands``. ``guard``: a NaN probability (a row masked by -inf throughout) becomes 0. Raises ShapeError otherwise.
     """
     _check(name, program, operands, sizes, extras)
-    schedule = schedule or choose_attention(target)
+    schedule = schedule or choose_attention(target, sizes.columns)
     read = [*operands, *([extras.sink] if extras.sink is not None else [])]
     shape = AttentionShape(
         transposed(program),
@@ -116,34 +118,49 @@ def lower_attention(
     )
     text = repr((target.name, sorted(target.tvm.items()), str(program), shape))
     symbol = f"attention_{sizes.depth}x{sizes.columns}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    merge = f"{symbol}_finish"
     blocks: Dim = sympy.ceiling(sympy.sympify(sizes.queries) / schedule.queries)
-    heads = sizes.batch * sizes.heads
+    heads: Dim = sizes.batch * sizes.heads
     scores = heads * sizes.queries * sizes.keys
     flops = 2 * (sizes.depth + sizes.columns) + program.flops(1) + 14
     if extras.probability is not None:
         # Scores are computed twice: probabilities are known with the sum over all of them.
         flops = flops + 2 * sizes.depth + program.flops(1) + 14 + extras.probability.flops(1)
-    traffic = heads * (sizes.queries + sizes.keys) * (sizes.depth + sizes.columns)
+    owners = simplify(sympy.sympify(heads) / sizes.group)
+    traffic = (heads * sizes.queries + owners * sizes.keys) * (sizes.depth + sizes.columns)
     for operand in read:
         traffic = traffic + operand.shape[0] * operand.shape[1] * operand.shape[2] * operand.shape[3]
     if extras.present is not None:
-        traffic = traffic + 2 * sympy.sympify(heads) * sizes.keys * (sizes.depth + sizes.columns) / sizes.group
+        traffic = traffic + 2 * owners * sizes.keys * (sizes.depth + sizes.columns)
         blocks = sympy.Max(blocks, 1)
+    items: Dim = heads * blocks
+    parts: tuple[Dim, ...] = ()
+    workspaces: tuple[Workspace, ...] = ()
+    if shape.few:
+        # 1 if there are few queries, else 0: sizes know no conditions.
+        few = sympy.Max(0, sympy.Min(1, shape.few + 1 - sizes.queries))
+        number = sympy.ceiling(sympy.sympify(sizes.keys) / PART) if shape.divisible else 1
+        parts = (simplify(sympy.Max(1, few * number)),)
+        items = few * owners * parts[0] + (1 - few) * items
+        left = few * sympy.Min(1, parts[0] - 1) * heads * sizes.queries * parts[0] * (sizes.columns + 2)
+        workspaces = (Workspace(f"{name}.partials", simplify(4 * left)),)
     outputs = (output, *(extras.present or ()))
     bounds = [d for b in extras.bands for d in (b.first, b.last) if d is not None]
     return KernelCall(
         name=name,
         kernel=KernelSource(symbol, lambda: AttentionKernel(shape).items(symbol)),
-        buffers=(*qkv, *(extras.past or ()), *(o.buffer for o in read), *outputs),
+        buffers=(*qkv, *(extras.past or ()), *(o.buffer for o in read), *outputs, *workspaces),
         ints=(
             *(sizes.heads, sizes.queries, sizes.keys),
             *((sizes.past,) if extras.past is not None else ()),
             *(s for o in read for s in _strides(o)),
             *bounds,
+            *parts,
         ),
-        items=simplify(heads * blocks),
+        items=simplify(items),
         grain=schedule.grain,
         scratch=4 * shape.scratch,
+        finish=KernelSource(merge, lambda: AttentionKernel(shape).merge(merge)) if shape.few else None,
         outputs=outputs,
         flops=simplify(scores * flops),
         bytes=simplify(4 * traffic),

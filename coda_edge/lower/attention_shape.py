@@ -72,9 +72,15 @@ class AttentionShape:
 
     @property
     def few(self) -> int:
-        """Up to how many queries an item's are done one by one; none if a row of keys is not whole vectors or probabilities are rounded."""
+        """Up to how many queries are done one by one; none if a row of keys is not whole vectors or probabilities are rounded."""
         whole = self.depth % self.schedule.lanes == 0 and self.schedule.lanes > 1
-        return 3 if whole and self.probability is None else 0
+        return min(3, self.schedule.queries // self.group) if whole and self.probability is None else 0
+
+    @property
+    def divisible(self) -> bool:
+        """Whether the keys of few queries may be divided: not if a part cannot know that another one hides its keys."""
+        windows = any(first for i, (first, _) in enumerate(self.bands) if i in self.hiding)
+        return not windows or math.isinf(self.threshold)
 
     @cached_property
     def per_query(self) -> tuple[str, ...]:

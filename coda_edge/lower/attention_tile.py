@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
+from typing import TypeAlias
 
 from tvm import tirx
 
 from ..epilogue.program import EpilogueProgram, Kind
 from ..epilogue.tir import STORAGE, Evaluator, Place, as_value, cast
-from .attention_row import RowBlocks, RowKeys, RowOperands
-from .attention_shape import LOWEST, AttentionShape, transposed
-from .body import Body, Buffer, Expr, external, f32, index, load, ramp, turned, widen
+from .attention_few import FewQueries
+from .attention_shape import LOWEST, AttentionShape
+from .body import Body, Buffer, Expr, external, f32, index, lanes, load, ramp, turned, widen
 from .intrinsics import exp_of_negative, select
 
 _SIDES = ("first", "last")
 
 
 @dataclass(frozen=True)
-class _Keys:
+class Keys:
     """Keys and values that lie together: number ``first`` to ``stop`` of all keys. ``row`` is the first one of this head's."""
 
     k: Buffer
@@ -29,6 +30,10 @@ class _Keys:
     stop: Expr
     k_row: Expr
     v_row: Expr
+
+
+Visit: TypeAlias = Callable[[Keys, Expr, Expr], None]
+"""What is done with a block of keys: where they lie, the first one, how many."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +65,14 @@ class AttentionKernel:
         self.operands = {p.name: external(p.name, STORAGE[p.dtype]) for p in shape.params}
         self.varies = dict(zip(self.operands, shape.varies, strict=True))
         self.read = {**self.operands, **({"sink": external("sink")} if shape.sink else {})}
-        self.scratch = external("scratch")
-        self.heads, self.queries, self.keys, self.begin, self.end = (
-            tirx.Var(n, "int64") for n in ("heads", "queries", "keys", "begin", "end")
+        self.partials, self.scratch = external("partials"), external("scratch")
+        self.heads, self.queries, self.keys, self.parts, self.begin, self.end = (
+            tirx.Var(n, "int64") for n in ("heads", "queries", "keys", "parts", "begin", "end")
         )
         self.past_keys = tirx.Var("past_keys", "int64") if shape.past else index(0)
         axes = {name: ("batch", "head", "query", *(["turns"] if turns else [])) for name, turns in self._turns()}
         self.strides = {name: [tirx.Var(f"{name}_{axis}", "int64") for axis in axes[name]] for name in self.read}
-        self.bands = [
+        self.band_bounds = [
             tuple(tirx.Var(f"{side}{i}", "int64") if there else None for side, there in zip(_SIDES, band, strict=True))
             for i, band in enumerate(shape.bands)
         ]
@@ -79,106 +84,160 @@ class AttentionKernel:
 
     def items(self, symbol: str) -> tirx.PrimFunc:
         """The kernel."""
+        few = self.shape.few
+        if few:
+            with self.body.when(self.queries <= index(few)):
+                FewQueries(self).items()
+        with self.body.when(self.queries > index(few) if few else True):
+            self._many_queries()
+        return self.body.function(symbol, self._params())
+
+    def merge(self, symbol: str) -> tirx.PrimFunc:
+        """The kernel that makes results of what parts of the keys gave to few queries."""
+        FewQueries(self).merge()
+        return self.body.function(symbol, self._params())
+
+    def _params(self) -> list[Expr]:
+        strides = [v for row in self.strides.values() for v in row]
+        bounds = [v for band in self.band_bounds for v in band if v is not None]
+        buffers = [self.q, self.k, self.v, *self.past, *self.read.values(), self.out, *self.present]
+        past, few = [self.past_keys] if self.past else [], bool(self.shape.few)
+        buffers += [self.partials, self.scratch] if few else [self.scratch]
+        sizes = [self.heads, self.queries, self.keys, *past, *strides, *bounds, *([self.parts] if few else [])]
+        return [*buffers, *sizes, self.begin, self.end]
+
+    def _many_queries(self) -> None:
+        """Items of a block of queries. Where later ones see more keys, early and late ones take turns, so that chunks cost alike."""
         body, s = self.body, self.schedule
         with body.loop(self.begin, self.end, "item") as item:
             blocks = tirx.floordiv(self.queries + (s.queries - 1), index(s.queries))
             blocks = body.let(tirx.max(blocks, index(1)) if self.present else blocks, "blocks")
-            self.pair = body.let(tirx.floordiv(item, blocks), "pair")
-            self.batch = body.let(tirx.floordiv(self.pair, self.heads), "batch")
-            self.head = body.let(self.pair - self.batch * self.heads, "head")
-            self.first = body.let((item - self.pair * blocks) * s.queries, "first")
-            self.count = body.let(tirx.min(self.queries - self.first, index(s.queries)), "count")
+            pair = body.let(tirx.floordiv(item, blocks), "pair")
+            block = body.let(item - pair * blocks, "block")
+            if self.shape.hiding:
+                half = body.let(tirx.floordiv(block, index(2)), "half")
+                block = body.let(tirx.Select((half * 2).equal(block), half, blocks - 1 - half), "block")
+            first = body.let(block * s.queries, "first")
+            self.place(pair, first, body.let(tirx.min(self.queries - first, index(s.queries)), "count"))
             self.vectors = body.let(tirx.floordiv(self.count + (s.lanes - 1), index(s.lanes)), "vectors")
-            for name, (batch, head, _, *turns) in self.strides.items():
-                entry = tirx.floormod(self.batch, turns[0]) if turns else self.batch
-                self.bases[name] = body.let(entry * batch + self.head * head, f"{name}_base")
+            self.bases = {name: body.let(base, f"{name}_base") for name, base in self.bases_of(self.head).items()}
             self._start()
-            self._attend()
+            if self.shape.probability is not None:
+                self._attend_twice(self.shape.probability)
+            else:
+                self.attend(partial(self._give, self._probabilities_and_values), self.count, index(0), self.keys)
             self._finish()
             if self.present:
-                self._append()
-        strides = [v for row in self.strides.values() for v in row]
-        bounds = [v for band in self.bands for v in band if v is not None]
-        buffers = [self.q, self.k, self.v, *self.past, *self.read.values(), self.out, *self.present, self.scratch]
-        past = [self.past_keys] if self.past else []
-        sizes = [self.heads, self.queries, self.keys, *past, *strides, *bounds, self.begin, self.end]
-        return body.function(symbol, [*buffers, *sizes])
+                owner = tirx.And(
+                    first.equal(index(0)), tirx.floormod(self.head, index(self.shape.group)).equal(index(0))
+                )
+                with body.when(owner):
+                    self.append(index(0), self.keys)
+
+    def place(self, pair: Expr, first: Expr, count: Expr) -> None:
+        """Says where an item is: batch entry and head, and ``count`` queries from ``first`` on."""
+        self.pair, self.first, self.count = pair, first, count
+        self.batch = self.body.let(tirx.floordiv(pair, self.heads), "batch")
+        self.head = self.body.let(pair - self.batch * self.heads, "head")
+
+    def bases_of(self, head: Expr) -> dict[str, Expr]:
+        """Where the operands of a head of this batch entry begin."""
+        bases = {}
+        for name, (batch, step, _, *turns) in self.strides.items():
+            entry = tirx.floormod(self.batch, turns[0]) if turns else self.batch
+            bases[name] = entry * batch + head * step
+        return bases
 
     def _head_of(self, tensor: str) -> Expr:
         """The number of this head in q, k or v."""
         pair = self.head if tensor in self.shape.shared else self.pair
         return pair if tensor == "q" else tirx.floordiv(pair, index(self.shape.group))
 
-    def _segments(self) -> list[_Keys]:
+    def _segments(self) -> list[Keys]:
         """The keys in order, by where they lie."""
         rows = {t: self.body.let(self._head_of(t), f"{t}_head") for t in ("k", "v")}
         new = self.keys - self.past_keys if self.past else self.keys
         k, v = (self.body.let(rows[t] * new, f"{t}_row") for t in ("k", "v"))
-        segment = _Keys(self.k, self.v, self.past_keys, self.keys, k, v)
+        segment = Keys(self.k, self.v, self.past_keys, self.keys, k, v)
         if not self.past:
             return [segment]
         old_k, old_v = (self.body.let(rows[t] * self.past_keys, f"past_{t}_row") for t in ("k", "v"))
-        return [_Keys(self.past[0], self.past[1], index(0), self.past_keys, old_k, old_v), segment]
+        return [Keys(self.past[0], self.past[1], index(0), self.past_keys, old_k, old_v), segment]
 
-    def _attend(self) -> None:
-        """Goes over all keys, but for those that bands hide from every query of the item, unless a query sees no other."""
+    def attend(self, visit: Visit, rows: Expr, start: Expr, stop: Expr) -> None:
+        """``visit`` with blocks of keys ``start ≤ j < stop``, but for those that bands hide from every query of the item, unless one
+        of the item's ``rows`` sees no other."""
         body = self.body
-        self.segments = self._segments()
-        last = body.let(self.first + self.count - 1, "last_query")
-        firsts = [(i, first) for i, (first, _) in enumerate(self.bands) if first is not None]
-        lasts = [(i, stop) for i, (_, stop) in enumerate(self.bands) if stop is not None]
-        if self.bands:
-            self.inner = (
-                body.let(_most(tirx.max, index(0), [last + first for _, first in firsts]), "inner_first"),
-                body.let(_most(tirx.min, self.keys, [self.first + stop + 1 for _, stop in lasts]), "inner_stop"),
-            )
-        if self.shape.probability is not None:
-            self._attend_twice(self.shape.probability)
-            return
+        last, firsts, lasts = self._begin()
         hiding = self.shape.hiding
         if not hiding:
-            self._pass_over(index(0), self.keys)
+            self._pass_over(visit, start, stop)
             return
         low = _most(tirx.max, index(0), [self.first + first for i, first in firsts if i in hiding])
-        low = body.let(_clip(low, 0, self.keys), "low")
-        high = _most(tirx.min, self.keys, [last + stop + 1 for i, stop in lasts if i in hiding])
-        high = body.let(tirx.max(low, _clip(high, 0, self.keys)), "high")
+        low = body.let(tirx.max(start, tirx.min(low, stop)), "low")
+        high = _most(tirx.min, self.keys, [last + end + 1 for i, end in lasts if i in hiding])
+        high = body.let(tirx.max(low, tirx.min(high, stop)), "high")
         if math.isinf(self.shape.threshold):
-            self._pass_over(low, high)
+            self._pass_over(visit, low, high)
             return
         wanted = body.alloc(1, "int64", "wanted")
         body.store(wanted, 0, index(1))
         with body.loop(0, 3, "part") as part:
             with body.when(part.equal(index(1))):
                 body.store(wanted, 0, index(0))
-                with body.loop(0, self.count, "row") as row:
-                    seen = load(self.scratch, self._at("max", row)) > f32(self.shape.threshold)
+                with body.loop(0, rows, "row") as row:
+                    seen = load(self.scratch, self.at("max", row)) > f32(self.shape.threshold)
                     with body.when(tirx.Not(seen)):
                         body.store(wanted, 0, index(1))
-            start = tirx.Select(part < 1, low, tirx.Select(part < 2, index(0), high))
-            stop = tirx.Select(part < 1, high, tirx.Select(part < 2, low, self.keys))
-            start = body.let(start, "start")
-            self._pass_over(start, body.let(tirx.Select(load(wanted, 0) > index(0), stop, start), "stop"))
+            first = tirx.Select(part < 1, low, tirx.Select(part < 2, start, high))
+            end = tirx.Select(part < 1, high, tirx.Select(part < 2, low, stop))
+            first = body.let(first, "start")
+            self._pass_over(visit, first, body.let(tirx.Select(load(wanted, 0) > index(0), end, first), "stop"))
+
+    def _begin(self) -> tuple[Expr, list[tuple[int, Expr]], list[tuple[int, Expr]]]:
+        """Where keys lie, and those that all queries of the item see; the last query, and the bands' first and last bounds by number."""
+        body = self.body
+        self.segments = self._segments()
+        last = body.let(self.first + self.count - 1, "last_query")
+        firsts = [(i, first) for i, (first, _) in enumerate(self.band_bounds) if first is not None]
+        lasts = [(i, end) for i, (_, end) in enumerate(self.band_bounds) if end is not None]
+        if self.band_bounds:
+            self.inner = (
+                body.let(_most(tirx.max, index(0), [last + first for _, first in firsts]), "inner_first"),
+                body.let(_most(tirx.min, self.keys, [self.first + end + 1 for _, end in lasts]), "inner_stop"),
+            )
+        return last, firsts, lasts
 
     def _attend_twice(self, program: EpilogueProgram) -> None:
         """Over all keys for their maxima and sums, then again for the values by ``program`` of their probabilities."""
         body, s = self.body, self.schedule
-        self._pass_over(index(0), self.keys, lambda keys, first, count: self._probabilities(count))
-        with body.loop(0, self.vectors, "vector") as vector:
-            body.store(self.scratch, self._at("correction", vector * s.lanes), widen(f32(1), s.lanes))
+        self._begin()
 
-        def give(keys: _Keys, first: Expr, count: Expr) -> None:
+        def sums(keys: Keys, first: Expr, count: Expr) -> None:
+            self._probabilities(count)
+
+        def values(keys: Keys, first: Expr, count: Expr) -> None:
             self._known_probabilities(program, count)
             self._values(keys, first, count)
 
-        self._pass_over(index(0), self.keys, give)
+        self._pass_over(partial(self._give, sums), index(0), self.keys)
+        with body.loop(0, self.vectors, "vector") as vector:
+            body.store(self.scratch, self.at("correction", vector * s.lanes), widen(f32(1), s.lanes))
+        self._pass_over(partial(self._give, values), index(0), self.keys)
 
-    def _give(self, keys: _Keys, first: Expr, count: Expr) -> None:
+    def _give(self, then: Visit, keys: Keys, first: Expr, count: Expr) -> None:
+        """The scores of a block, and what is done with them."""
+        for slot, name in enumerate(self.shape.packed):
+            self._pack_tile(slot, name, first, count)
+        self._scores(keys, first, count)
+        then(keys, first, count)
+
+    def _probabilities_and_values(self, keys: Keys, first: Expr, count: Expr) -> None:
         self._probabilities(count)
         self._values(keys, first, count)
 
-    def _pass_over(self, start: Expr, stop: Expr, give: Callable[[_Keys, Expr, Expr], None] | None = None) -> None:
-        """Adds what keys ``start ≤ j < stop`` give, or does with each block of scores what ``give`` says."""
+    def _pass_over(self, visit: Visit, start: Expr, stop: Expr) -> None:
+        """``visit`` with blocks of the keys ``start ≤ j < stop``: where they lie, the first one, how many."""
         body, size = self.body, self.schedule.keys
         for keys in self.segments:
             low, high = start, stop
@@ -188,33 +247,9 @@ class AttentionKernel:
             blocks = body.let(tirx.floordiv(high - low + (size - 1), index(size)), "blocks")
             with body.loop(0, tirx.max(blocks, index(0)), "block") as block:
                 first = body.let(low + block * size, "first_key")
-                count = body.let(tirx.min(high - first, index(size)), "key_count")
-                few = self.shape.few
-                with body.when(self.count <= index(few) if few else False):
-                    self._rows(keys, first, count)
-                with body.when(self.count > index(few)):
-                    for slot, name in enumerate(self.shape.packed):
-                        self._pack_tile(slot, name, first, count)
-                    self._scores(keys, first, count)
-                    (give or self._give)(keys, first, count)
+                visit(keys, first, body.let(tirx.min(high - first, index(size)), "key_count"))
 
-    def _rows(self, keys: _Keys, first: Expr, count: Expr) -> None:
-        """The block for few queries."""
-        body, shape = self.body, self.shape
-        given = RowOperands(
-            self.q, self.scratch, self._at, self.operands, self.bases, self.strides, self.bands, self.keys
-        )
-        blocks = RowBlocks(shape, transposed(shape.program), body, given)
-        k, v = (
-            body.let((row + first - keys.first) * width, "start")
-            for row, width in ((keys.k_row, shape.depth), (keys.v_row, shape.columns))
-        )
-        with body.loop(0, self.count, "row") as row:
-            query = body.let(self.first + row, "query")
-            q_start = body.let((self._head_of("q") * self.queries + query) * shape.depth, "q_start")
-            blocks.block(row, query, q_start, RowKeys(keys.k, keys.v, first, count, k, v))
-
-    def _at(self, array: str, offset: Expr | int) -> Expr:
+    def at(self, array: str, offset: Expr | int) -> Expr:
         return index(self.shape.layout[array]) + offset
 
     def _query_rows(self, vector: Expr) -> Expr:
@@ -225,20 +260,19 @@ class AttentionKernel:
     def _start(self) -> None:
         """Packs the queries, ``[depth, queries]``, reads what varies by query, and clears the running results."""
         body, s = self.body, self.schedule
-        with body.when(self.count > index(self.shape.few)):
-            self._pack_queries()
+        self._pack_queries()
         with body.loop(0, self.vectors, "vector") as vector:
             for slot, name in enumerate(self.shape.per_query):
                 value = cast(self._per_query(name, vector), "f32")
-                body.store(self.scratch, self._at("operands", slot * s.queries + vector * s.lanes), value)
+                body.store(self.scratch, self.at("operands", slot * s.queries + vector * s.lanes), value)
             most, total = widen(f32(-math.inf), s.lanes), widen(f32(0), s.lanes)
             if self.shape.sink:
                 most = body.let(self._per_query("sink", vector), "sink")
                 total = select(most < f32(LOWEST), 0.0, widen(f32(1), s.lanes))
             for array, value in (("max", most), ("new_max", most), ("sum", total)):
-                body.store(self.scratch, self._at(array, vector * s.lanes), value)
+                body.store(self.scratch, self.at(array, vector * s.lanes), value)
         with body.loop(0, self.count, "row") as row, body.loop(0, self.shape.columns, "column") as column:
-            body.store(self.scratch, self._at("out", row * self.shape.columns + column), f32(0))
+            body.store(self.scratch, self.at("out", row * self.shape.columns + column), f32(0))
 
     def _pack_queries(self) -> None:
         """Turns a square of queries and columns at a time."""
@@ -253,18 +287,18 @@ class AttentionKernel:
             with body.loop(0, depth // s.lanes, "square") as square:
                 rows = [body.let(load(self.q, start + square * s.lanes, s.lanes), "row") for start in starts]
                 for i, queries in enumerate(turned(body, rows)):
-                    body.store(self.scratch, self._at("q", (square * s.lanes + i) * s.queries + column), queries)
+                    body.store(self.scratch, self.at("q", (square * s.lanes + i) * s.queries + column), queries)
             if depth % s.lanes:
                 rows = body.let((self._query_rows(vector) + widen(head, s.lanes)) * index(depth), "rows")
                 with body.loop(depth // s.lanes * s.lanes, depth, "d") as d:
                     gathered = tirx.BufferLoad(self.q, [rows + widen(d, s.lanes)])
-                    body.store(self.scratch, self._at("q", d * s.queries + column), gathered)
+                    body.store(self.scratch, self.at("q", d * s.queries + column), gathered)
 
     def _per_query(self, name: str, vector: Expr) -> Expr:
         """An operand that varies over queries at most, at a vector's queries."""
         return self._gathered(name, vector, self.bases[name])
 
-    def _scores(self, keys: _Keys, first: Expr, count: Expr) -> None:
+    def _scores(self, keys: Keys, first: Expr, count: Expr) -> None:
         """The block's scores, ``p [keys, queries]``, and the queries' running maxima, ``new_max``."""
         body, s = self.body, self.schedule
         done = index(0)
@@ -274,7 +308,7 @@ class AttentionKernel:
                 self._score_panel(keys, first, count, done + panel * vectors, vectors)
             done = body.let(done + panels * vectors, "done")
 
-    def _score_panel(self, keys: _Keys, first: Expr, count: Expr, vector: Expr, vectors: int) -> None:
+    def _score_panel(self, keys: Keys, first: Expr, count: Expr, vector: Expr, vectors: int) -> None:
         body, rows = self.body, self.schedule.key_rows
         tiles = body.let(tirx.floordiv(count, index(rows)), "tiles")
         with body.loop(0, tiles, "tile") as tile:
@@ -284,7 +318,7 @@ class AttentionKernel:
             self._score_tile(keys, first, tiles * rows, vector, vectors, rest)
 
     def _score_tile(
-        self, keys: _Keys, first: Expr, offset: Expr, vector: Expr, vectors: int, rest: Expr | None = None
+        self, keys: Keys, first: Expr, offset: Expr, vector: Expr, vectors: int, rest: Expr | None = None
     ) -> None:
         """The scores of the keys from ``first + offset`` on; of the last ``rest`` keys, with the last one repeated."""
         body, s, depth = self.body, self.schedule, self.shape.depth
@@ -302,7 +336,7 @@ class AttentionKernel:
         column = body.let(vector * s.lanes, "column")
         with body.loop(0, depth, "d") as d:
             queries = [
-                body.let(load(self.scratch, self._at("q", d * s.queries + column + j * s.lanes), s.lanes), "q")
+                body.let(load(self.scratch, self.at("q", d * s.queries + column + j * s.lanes), s.lanes), "q")
                 for j in range(vectors)
             ]
             for i in range(rows):
@@ -327,11 +361,11 @@ class AttentionKernel:
         values = Evaluator(program, body, lambda name, place: self._leaf(program, name, place, tile))
         output, column = program.outputs[0].value, tile.vector * s.lanes
         for j in range(tile.vectors):
-            at = body.let(self._at("new_max", column + j * s.lanes), "at")
+            at = body.let(self.at("new_max", column + j * s.lanes), "at")
             largest = load(self.scratch, at, s.lanes)
             for i in range(len(tile.keys)):
                 score = body.let(cast(values.value(output, Place(i, 0, j)), "f32"), "score")
-                body.store(self.scratch, self._at("p", (tile.offset + i) * s.queries + column + j * s.lanes), score)
+                body.store(self.scratch, self.at("p", (tile.offset + i) * s.queries + column + j * s.lanes), score)
                 if tile.rest is not None and i:
                     score = select(widen(tile.rest > index(i), s.lanes), score, -math.inf)
                 largest = body.let(tirx.Select(score > largest, score, largest), "largest")
@@ -341,18 +375,18 @@ class AttentionKernel:
         count, queries = self.schedule.lanes, self.schedule.queries
         if name == program.params[0].name:
             return load(tile.acc[place], 0, count)
-        for param, (first, last) in zip(self.shape.band_params, self.bands, strict=True):
+        for param, (first, last) in zip(self.shape.band_params, self.band_bounds, strict=True):
             if param.name == name:
                 return self._in_band(first, last, tile.keys[place.row], tile.vector + place.part)
         if name not in self.operands:
             return None
         column = (tile.vector + place.part) * count
         if name in self.shape.per_query:
-            value = load(self.scratch, self._at("operands", self.shape.per_query.index(name) * queries + column), count)
+            value = load(self.scratch, self.at("operands", self.shape.per_query.index(name) * queries + column), count)
             return cast(value, program.param(name).dtype)
         if name in self.shape.packed:
             row = self.shape.packed.index(name) * self.schedule.keys + tile.keys[place.row] - tile.first
-            return cast(load(self.scratch, self._at("tiles", row * queries + column), count), program.param(name).dtype)
+            return cast(load(self.scratch, self.at("tiles", row * queries + column), count), program.param(name).dtype)
         at = self.bases[name] + (tile.keys[place.row] if self.varies[name] else 0)
         if program.param(name).kind is not Kind.TILE:
             return load(self.operands[name], at)
@@ -382,10 +416,10 @@ class AttentionKernel:
                 rows = [body.let(cast(as_value(row, dtype), "f32"), "row") for row in rows]
                 for i, values in enumerate(turned(body, rows)):
                     at = target + (square * s.lanes + i) * s.queries + column
-                    body.store(self.scratch, self._at("tiles", at), values)
+                    body.store(self.scratch, self.at("tiles", at), values)
             with body.loop(squares * s.lanes, count, "key") as key:
                 values = cast(as_value(self._gathered(name, vector, base + key), dtype), "f32")
-                body.store(self.scratch, self._at("tiles", target + key * s.queries + column), values)
+                body.store(self.scratch, self.at("tiles", target + key * s.queries + column), values)
 
     def _in_band(self, first: Expr | None, last: Expr | None, key: Expr, vector: Expr) -> Expr:
         """Whether ``key`` is within the band of each query of a vector."""
@@ -407,40 +441,40 @@ class AttentionKernel:
         body, s = self.body, self.schedule
         with body.loop(0, self.vectors, "vector") as vector:
             column = body.let(vector * s.lanes, "column")
-            old = body.let(load(self.scratch, self._at("max", column), s.lanes), "old")
-            new = body.let(load(self.scratch, self._at("new_max", column), s.lanes), "new")
+            old = body.let(load(self.scratch, self.at("max", column), s.lanes), "old")
+            new = body.let(load(self.scratch, self.at("new_max", column), s.lanes), "new")
             # A row of -inf so far: exp(-inf - 0) is 0, where -inf - -inf would be NaN.
             shift = body.let(select(new < f32(LOWEST), 0.0, new), "shift")
             correction = body.let(exp_of_negative(old - shift), "correction")
-            body.store(self.scratch, self._at("max", column), new)
-            body.store(self.scratch, self._at("correction", column), correction)
+            body.store(self.scratch, self.at("max", column), new)
+            body.store(self.scratch, self.at("correction", column), correction)
             total = body.alloc(s.lanes, name="total")
-            body.store(total, 0, load(self.scratch, self._at("sum", column), s.lanes) * correction)
+            body.store(total, 0, load(self.scratch, self.at("sum", column), s.lanes) * correction)
             with body.loop(0, count, "key") as key:
-                at = body.let(self._at("p", key * s.queries + column), "at")
+                at = body.let(self.at("p", key * s.queries + column), "at")
                 p = body.let(exp_of_negative(load(self.scratch, at, s.lanes) - shift), "p")
                 body.store(self.scratch, at, p)
                 body.store(total, 0, load(total, 0, s.lanes) + p)
-            body.store(self.scratch, self._at("sum", column), load(total, 0, s.lanes))
+            body.store(self.scratch, self.at("sum", column), load(total, 0, s.lanes))
 
     def _known_probabilities(self, program: EpilogueProgram, count: Expr) -> None:
         """Scores to ``program`` of probabilities, where the maxima and sums over all keys are known."""
         body, s = self.body, self.schedule
         with body.loop(0, self.vectors, "vector") as vector:
             column = body.let(vector * s.lanes, "column")
-            most = body.let(load(self.scratch, self._at("max", column), s.lanes), "most")
+            most = body.let(load(self.scratch, self.at("max", column), s.lanes), "most")
             shift = body.let(select(most < f32(LOWEST), 0.0, most), "shift")
-            total = body.let(load(self.scratch, self._at("sum", column), s.lanes), "total")
+            total = body.let(load(self.scratch, self.at("sum", column), s.lanes), "total")
             inverse = body.let(widen(f32(1), s.lanes) / total, "inverse")
             with body.loop(0, count, "key") as key:
-                at = body.let(self._at("p", key * s.queries + column), "at")
+                at = body.let(self.at("p", key * s.queries + column), "at")
                 p = exp_of_negative(load(self.scratch, at, s.lanes) - shift) * inverse
                 p = body.let(select(total > f32(0), p, 0.0) if self.shape.guard else p, "p")
                 values = Evaluator(program, body, _only(program, p))
                 rounded = cast(values.value(program.outputs[0].value, Place(0, 0, 0)), "f32")
                 body.store(self.scratch, at, rounded)
 
-    def _values(self, keys: _Keys, first: Expr, count: Expr) -> None:
+    def _values(self, keys: Keys, first: Expr, count: Expr) -> None:
         """``out = out · correction + pᵀ v`` for the block's keys."""
         body, s, columns = self.body, self.schedule, self.shape.columns
         width = s.value_vectors * s.lanes
@@ -453,55 +487,57 @@ class AttentionKernel:
             if columns % width:
                 self._value_tile(keys, row, start, count, index(columns // width * width), columns % width)
 
-    def _value_tile(self, keys: _Keys, row: Expr, start: Expr, count: Expr, column: Expr, width: int) -> None:
+    def _value_tile(self, keys: Keys, row: Expr, start: Expr, count: Expr, column: Expr, width: int) -> None:
         body, s, columns = self.body, self.schedule, self.shape.columns
         pieces = [(at, min(s.lanes, width - at)) for at in range(0, width, s.lanes)]
         acc: dict[tuple[int, int], Buffer] = {}
         for i in range(s.value_rows):
-            correction = body.let(load(self.scratch, self._at("correction", row + i)), "correction")
+            correction = body.let(load(self.scratch, self.at("correction", row + i)), "correction")
             for at, n in pieces:
                 a = acc[i, at] = body.alloc(n, name="acc")
-                before = load(self.scratch, self._at("out", (row + i) * columns + column + at), n)
+                before = load(self.scratch, self.at("out", (row + i) * columns + column + at), n)
                 body.store(a, 0, before * widen(correction, n))
         with body.loop(0, count, "key") as key:
             values = [body.let(load(keys.v, start + key * columns + column + at, n), "v") for at, n in pieces]
             for i in range(s.value_rows):
-                p = body.let(load(self.scratch, self._at("p", key * s.queries + row + i)), "p")
+                p = body.let(load(self.scratch, self.at("p", key * s.queries + row + i)), "p")
                 for (at, n), v in zip(pieces, values, strict=True):
                     body.store(acc[i, at], 0, load(acc[i, at], 0, n) + widen(p, n) * v)
         for i in range(s.value_rows):
             for at, n in pieces:
-                target = self._at("out", (row + i) * columns + column + at)
+                target = self.at("out", (row + i) * columns + column + at)
                 body.store(self.scratch, target, load(acc[i, at], 0, n))
 
     def _finish(self) -> None:
         """Divides by the sums and stores the rows."""
         body, s, columns = self.body, self.schedule, self.shape.columns
         with body.loop(0, self.count, "row") as row:
-            total = body.let(load(self.scratch, self._at("sum", row)), "total")
-            inverse = body.let(f32(1) / total if self.shape.probability is None else f32(1), "inverse")
-            # With no keys at all the product over them is 0.
-            keep = total > f32(0) if self.shape.guard else self.keys > index(0)
+            total = body.let(load(self.scratch, self.at("sum", row)), "total")
             target = (self.batch * self.queries + self.first + row) * self.heads + self.head
             target = body.let(target * columns, "target")
             for at in range(0, columns, s.lanes):
-                n = min(s.lanes, columns - at)
-                value = load(self.scratch, self._at("out", row * columns + at), n) * widen(inverse, n)
-                body.store(self.out, target + at, tirx.Select(widen(keep, n), value, widen(f32(0), n)))
+                value = load(self.scratch, self.at("out", row * columns + at), min(s.lanes, columns - at))
+                body.store(self.out, target + at, self.normalised(value, total))
 
-    def _append(self) -> None:
-        """Joins past and new rows: once for each head that has keys of its own."""
+    def normalised(self, value: Expr, total: Expr) -> Expr:
+        """Results of a query whose probabilities have the sum ``total``."""
+        count = lanes(value)
+        inverse = self.body.let(f32(1) / total if self.shape.probability is None else f32(1), "inverse")
+        # With no keys at all the product over them is 0.
+        keep = total > f32(0) if self.shape.guard else self.keys > index(0)
+        return tirx.Select(widen(keep, count), value * widen(inverse, count), widen(f32(0), count))
+
+    def append(self, start: Expr, stop: Expr) -> None:
+        """Joins past and new rows of the keys ``start ≤ j < stop``."""
         body = self.body
-        owner = tirx.And(self.first.equal(index(0)), tirx.floormod(self.head, index(self.shape.group)).equal(index(0)))
-        with body.when(owner):
-            widths = (self.shape.depth, self.shape.columns)
+        widths = (self.shape.depth, self.shape.columns)
+        whole = body.let(tirx.floordiv(self.pair, index(self.shape.group)) * self.keys, "whole")
+        for keys in self.segments:
+            low = body.let(tirx.max(start, keys.first), "from")
+            count = body.let(tirx.max(tirx.min(stop, keys.stop) - low, index(0)), "count")
             for target, width, part in zip(self.present, widths, ("k", "v"), strict=True):
-                whole = tirx.floordiv(self.pair, index(self.shape.group)) * self.keys
-                for keys in self.segments:
-                    source, row = (keys.k, keys.k_row) if part == "k" else (keys.v, keys.v_row)
-                    self._copy(
-                        source, row * width, target, (whole + keys.first) * width, (keys.stop - keys.first) * width
-                    )
+                source, row = (keys.k, keys.k_row) if part == "k" else (keys.v, keys.v_row)
+                self._copy(source, (row + low - keys.first) * width, target, (whole + low) * width, count * width)
 
     def _copy(self, source: Buffer, start: Expr, target: Buffer, at: Expr, count: Expr) -> None:
         body, lanes = self.body, self.schedule.lanes

@@ -3,7 +3,7 @@
 Heuristics choose them (``gemm.py``, ``attention.py``) unless a database of measurements knows better (``database.py``).
 """
 
-from .attention import AttentionSchedule, choose_attention
+from .attention import AttentionSchedule, attention_space, choose_attention
 from .database import AnySchedule, Database, Record, Schedules, default_path, fixed
 from .gemm import GemmSchedule, choose_gemm, gemm_candidates, gemm_space
 from .norm import NormForm
@@ -18,6 +18,7 @@ __all__ = [
     "Problem",
     "Record",
     "Schedules",
+    "attention_space",
     "choose_attention",
     "choose_gemm",
     "default_path",
