@@ -30,8 +30,10 @@ class Mnn:
 
     def prepare(self, model: Path, feeds: Feeds, folder: Path) -> None:
         target = folder / _FILE
-        arguments = ["mnnconvert", "-f", "ONNX", "--modelFile", str(model), "--MNNModel", str(target)]
-        done = subprocess.run([sys.executable, "-c", _CONVERT, *arguments], capture_output=True, text=True)
+        arguments = ["mnnconvert", "-f", "ONNX", "--modelFile", str(model.resolve()), "--MNNModel", _FILE]
+        # It leaves scratch files where it runs.
+        command = [sys.executable, "-c", _CONVERT, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         if not target.is_file():
             lines = (done.stdout + done.stderr).splitlines()
             told = [line.rpartition("] ")[2].partition(": ")[2] for line in lines if "Not Support" in line]
