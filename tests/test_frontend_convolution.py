@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import onnx
 import pytest
@@ -124,6 +125,25 @@ def test_squeeze_and_excite_stays_channels_last() -> None:
     assert len(turned) == 2  # the picture and the result
     assert done.ops()["GroupedConv"] == 1 and done.ops()["Gemm"] == 2
     assert done.error({"x": normal(2, 8, 5, 6)}) < 1e-6
+
+
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+def test_resizing_between_convolutions_stays_channels_last(mode: str) -> None:
+    m = model(
+        f"""
+        g (float[n, 4, 5, 7] x) => (float[n, 6, 10, 14] y) {{
+            a = Conv (x, w)
+            b = Relu (a)
+            wide = Resize <mode = "{mode}"> (b, , scales)
+            y = Conv <pads = [1, 1, 1, 1]> (wide, v)
+        }}
+        """,
+        {"w": normal(8, 4, 1, 1), "v": normal(6, 8, 3, 3, seed=1), "scales": np.array([1, 1, 2, 2], np.float32)},
+    )
+    done = rewrite(m, PIPELINE)
+    turned = [n for n in done.graph.nodes if n.op == "Map" and any(i.op == "Transpose" for i in n.attrs["body"].nodes)]
+    assert len(turned) == 2  # the picture and the result
+    assert done.error({"x": normal(2, 4, 5, 7)}) < 1e-5
 
 
 KEPT: dict[str, tuple[tuple[int, ...], dict[str, Any], list[Any]]] = {

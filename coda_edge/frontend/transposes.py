@@ -2,7 +2,7 @@
 
 ``T₂(f(T₁(a), T₁(b), c))`` is ``f(a, b, T₂(c))`` where T₂ undoes T₁ and ``f`` is any tree of elementwise operators with
 constants ``c``, of reductions that keep their axes (a norm over channels that come first is
-one over channels that come last, never the other way; pooling is either), and of Slice, Concat and Pad. It happens only if every leaf that is no constant cancels, or has its elements
+one over channels that come last, never the other way; pooling is either), and of Slice, Concat, Pad, and Gather, which resizes. It happens only if every leaf that is no constant cancels, or has its elements
 in one order either way (``[n, channels, 1, 1]``), so it never adds a transpose that takes a kernel.
 """
 
@@ -18,7 +18,7 @@ from .builder import Builder, decomposition
 # Operators between two transposes: a norm, an activation and a residual or two.
 _MOST_NODES = 64
 _REDUCTIONS = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd")
-_MOVING = ("Slice", "Concat", "Pad")
+_MOVING = ("Slice", "Concat", "Pad", "Gather")
 # Which input of an operator says the axes that it works on.
 _AXES = {**dict.fromkeys(_REDUCTIONS, 1), "Slice": 3}
 
@@ -45,8 +45,8 @@ def _cancelled(b: Builder) -> ir.Tensor | None:
             assert axes is not None
             turned = [perm.index(a % len(perm)) for a in axes.tolist()]
             operands[at] = b.tensor(sorted(turned) if node.op in _REDUCTIONS else turned)
-        elif node.op == "Concat":
-            attrs["axis"] = perm.index(int(attrs["axis"]) % len(perm))
+        elif node.op in ("Concat", "Gather"):
+            attrs["axis"] = perm.index(int(attrs.get("axis", 0)) % len(perm))
         elif node.op == "Pad":
             pads = ir.constant_value(node.inputs[1])
             assert pads is not None
@@ -107,7 +107,7 @@ def _is_view(tensor: ir.Tensor, perm: list[int]) -> bool:
 
 def _data(node: gs.Node) -> list[ir.Tensor]:
     """The inputs that are transposed."""
-    alone = node.op in _AXES or node.op == "Pad"
+    alone = node.op in _AXES or node.op in ("Pad", "Gather")
     return node.inputs[:1] if alone else node.inputs
 
 
@@ -129,7 +129,9 @@ def _turns(node: gs.Node, undone: list[int], result: tuple[Dim, ...]) -> bool:
 
 
 def _is_static(node: gs.Node) -> bool:
-    """Whether a Slice says which axes it cuts, or a Pad by how much it pads each axis."""
+    """Whether a Slice says which axes it cuts, a Pad by how much it pads each axis, or a Gather takes places along one axis, of no table."""
+    if node.op == "Gather":
+        return not isinstance(node.inputs[0], gs.Constant) and len(ir.shape(node.inputs[1])) == 1
     if node.op == "Slice":
         return len(node.inputs) > 3 and ir.constant_value(node.inputs[3]) is not None
     pads = ir.constant_value(node.inputs[1])
