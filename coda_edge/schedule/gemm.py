@@ -36,7 +36,7 @@ class GemmSchedule:
     k_block: int = 0
     pack: bool = False
     prefetch: bool = True
-    stride: int = 8
+    stride: int = 16
     unroll: int = 1
     grain: int = 1
 
@@ -86,7 +86,7 @@ def gemm_space(target: Target, n: int, k: int, classes: int = 1) -> Sequence[Gem
     found += [replace(chosen, unroll=unroll) for unroll in (1, 2, 4)]
     found += [replace(chosen, block=block) for block in (64, 128, 192, 384)]
     found += [replace(chosen, tail=tail) for tail in (1, 2, chosen.rows)]
-    found += [replace(chosen, prefetch=not chosen.prefetch), *(replace(chosen, stride=steps) for steps in (16, 32))]
+    found += [replace(chosen, prefetch=not chosen.prefetch), *(replace(chosen, stride=steps) for steps in (8, 32))]
     found += [replace(chosen, rows_first=True), replace(chosen, rows_first=True, block=48), replace(chosen, pack=True)]
     if n > 2 * chosen.width:
         found += [replace(chosen, panels=2, k_block=0)]
