@@ -44,7 +44,7 @@ def builders(
     workers: int | None = None,
 ) -> Iterator[Callable[[Sequence[tuple[Case, AnySchedule]], Target], list[Future[Built]]]]:
     """A pool of ``workers`` processes, one for each core by default; yields what submits candidates to it."""
-    with ProcessPoolExecutor(workers or len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers or _cores(), multiprocessing.get_context("spawn")) as pool:
 
         def submit(candidates: Sequence[tuple[Case, AnySchedule]], target: Target) -> list[Future[Built]]:
             return [pool.submit(build, case.spec, case.problem, schedule, target) for case, schedule in candidates]
@@ -53,3 +53,8 @@ def builders(
             yield submit
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _cores() -> int:
+    """The cores that this process may use, where the system says it."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -156,6 +156,10 @@ class Case:
     resident: int = 0
 
 
+_DECIDED = 64
+"""What sizes that data decides are taken to be."""
+
+
 def cases_of(
     graph: gs.Graph,
     target: Target,
@@ -173,5 +177,8 @@ def cases_of(
     cases = []
     for problem, nodes in found.items():
         schedules = space(problem, nodes[0], target)
-        cases.append(Case(problem, NodeSpec.of(nodes[0], graph.opset), sizes, tuple(schedules), len(nodes), resident))
+        dims = [d for t in (*nodes[0].inputs, *nodes[0].outputs) if t.name for d in shape(t) if not isinstance(d, int)]
+        decided = {s.name: _DECIDED for d in dims for s in d.free_symbols}
+        bound = {label: {**decided, **known} for label, known in sizes.items()}
+        cases.append(Case(problem, NodeSpec.of(nodes[0], graph.opset), bound, tuple(schedules), len(nodes), resident))
     return cases
