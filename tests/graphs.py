@@ -20,6 +20,7 @@ import onnx_graphsurgeon as gs
 import onnxruntime
 from onnx import helper, numpy_helper
 
+from coda_edge import export, ir
 from coda_edge.inputs import Feeds, Padding, generate_inputs, input_specs
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -108,7 +109,9 @@ def run(model: onnx.ModelProto, feeds: Feeds) -> list[npt.NDArray[Any]]:
 
 
 def to_model(graph: gs.Graph) -> onnx.ModelProto:
-    """A graph without coda nodes as an ONNX model."""
+    """A graph as an ONNX model: as it stands, or if it has coda nodes with their functions."""
+    if any(node.domain == ir.DOMAIN for node in graph.nodes):
+        return export.to_model(graph)
     model = gs.export_onnx(graph)
     model.ir_version = helper.find_min_ir_version_for(model.opset_import, ignore_unknown=True)
     return model
