@@ -128,6 +128,8 @@ def tracked_device(tracker: str, key: str, timeout: float = 60.0) -> Iterator[De
     if not (colon and host and port.isdecimal()):
         raise DeviceError(f"'{tracker}' is no address of a tracker: write HOST:PORT")
     try:
+        # TVM's own client would try for a minute.
+        socket.create_connection((host, int(port)), timeout=_CONNECT).close()
         connection = rpc.connect_tracker(host, int(port))
     except Exception as e:
         raise DeviceError(
@@ -148,6 +150,8 @@ def tracked_device(tracker: str, key: str, timeout: float = 60.0) -> Iterator[De
     yield Device(session)
 
 
+_CONNECT = 10.0
+"""Seconds within which a tracker must answer."""
 _SESSION = 24 * 3600
 """Seconds after which a server ends a session on its own."""
 
