@@ -121,8 +121,8 @@ def made_up(model: Path) -> dict[str, npt.NDArray[Any]]:
 
     Raises InvalidModel if it refuses the model or runs it on none.
     """
-    specs = input_specs(onnx.load(model, load_external_data=False))
     session = ort_session(str(model))
+    specs = input_specs(onnx.load(model, load_external_data=False))
     for length in LENGTHS:
         feeds = generate_inputs(specs, default_sizes(specs, 1, length))
         try:

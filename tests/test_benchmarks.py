@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmarks import measure, networks, table, trial
+from benchmarks import measure, networks, prepare, table, trial
 from benchmarks.measure import Engine, Kernel, Measured
 from benchmarks.peers import Call, Feeds, peers
 from benchmarks.roofs import Roofs, fma_peak
@@ -164,6 +164,13 @@ def test_what_a_peer_says_in_its_process_is_the_reason(tmp_path: Path) -> None:
     assert reason.startswith("InvalidModel: onnxruntime does not load the model")
     feeds = {"x": np.ones((3, 16), np.float32)}
     assert trial.tried(peers()["onnxruntime"], _product(tmp_path), feeds, tmp_path / "good") == ""
+
+
+def test_a_model_that_is_not_built_costs_a_line(tmp_path: Path) -> None:
+    (tmp_path / "bad.onnx").write_bytes(b"no model")
+    arguments = [str(tmp_path / "bad.onnx"), "--prepare", f"--work={tmp_path}", "--peers=onnxruntime"]
+    ((name, reason),) = prepare.prepare_apart({"bad": arguments})
+    assert name == "bad" and "bad.onnx" in reason
 
 
 def test_the_peak_is_that_of_a_machine() -> None:
