@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -65,8 +66,8 @@ def sampling(threads: int, level: str = "native") -> Iterator[Sampler]:
     with _compiled("fma_peak.c", level) as arithmetic, _compiled("read_stream.c") as reading:
         works = [
             *[("flops", _multiply_adds(arithmetic))] * _CHUNKS,
-            ("memory", _reads(reading, threads, _MEMORY_BYTES)),
-            ("cache", _reads(reading, threads, _CACHE_BYTES)),
+            ("memory", _reads(reading.read_memory, threads, _MEMORY_BYTES)),
+            ("cache", _reads(reading.read_cache, threads, _CACHE_BYTES)),
         ]
         with ThreadPoolExecutor(threads) as pool:
             yield Sampler(threads, works, pool)
@@ -93,9 +94,8 @@ def _multiply_adds(library: ctypes.CDLL) -> Work:
     return work
 
 
-def _reads(library: ctypes.CDLL, threads: int, size: int) -> Work:
+def _reads(kernel: Any, threads: int, size: int) -> Work:
     """Reads and gives the number of bytes; each thread has ``size`` bytes of its own."""
-    kernel = library.read_stream
     kernel.restype = ctypes.c_float
     kernel.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     data = [_aligned(size // 4) for _ in range(threads)]
