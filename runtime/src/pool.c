@@ -1,12 +1,14 @@
 /* A fork-join pool in which the caller waits for items, not for workers.
  *
- * One 64-bit word holds (generation, next chunk). A thread takes a chunk by compare-and-swap on it, so a late worker
- * can never touch a loop that is over, and a worker that the system has not scheduled costs nothing: the others take
- * its chunks. An odd generation is closed while the caller writes the next loop.
+ * A loop is cut into chunks, and each thread has a range of them in one 64-bit word (generation, next, end): it takes
+ * the next one from the front, so that what it reads follows on what it read before, and when its own are gone the last
+ * one of another thread's. Taking is a compare-and-swap, so that a late worker can never touch a loop that is over, and a
+ * worker that the system has not scheduled costs nothing: the others take its chunks. An odd generation is closed while
+ * the caller writes the next loop.
  *
- * A loop is cut by its cost: into so many chunks that a late thread's are taken by others, but none so small that it costs
- * more to hand over than to do, and the smaller ones come last, so that threads end together. Workers spin between the
- * loops of a run and for a while after it, and then sleep; who waits for long gives others the core in between.
+ * A loop is cut by its cost: into so many chunks that a late thread's can be taken by others, but none so small that it
+ * costs more to hand over than to do. Workers spin between the loops of a run and for a while after it, and then sleep;
+ * who waits for long gives others the core in between.
  */
 #include "pool.h"
 
@@ -32,8 +34,9 @@
 
 enum {
   INDEX_BITS = 16,
-  MAX_CHUNKS = (1 << INDEX_BITS) - 2,
-  CHUNKS_PER_THREAD = 4, /* enough to even out a late thread, few enough to keep each chunk's weights in cache */
+  INDEX_MASK = (1 << INDEX_BITS) - 1,
+  MAX_CHUNKS = INDEX_MASK - 1,
+  CHUNKS_PER_THREAD = 4, /* enough to even out a late thread */
   SHARE_NS = 1000, /* the least work that a thread is called for; to call one that spins takes some 300 ns */
   CHUNK_NS = 5000, /* the least work of a chunk where a thread gets several; each costs some 70 ns more */
   PAUSES_PER_CLOCK = 32, /* spins between two looks at the clock */
@@ -43,20 +46,23 @@ enum {
   LINE = 64,
 };
 
+/* A thread: the caller's is the first. */
 typedef struct {
-  pthread_t thread;
+  _Alignas(LINE) _Atomic uint64_t range; /* low half of the generation, next chunk, end of its chunks */
+  _Alignas(LINE) pthread_t thread;
   coda_pool *pool;
   int index;
-} worker;
+} lane;
 
 struct coda_pool {
-  _Alignas(LINE) _Atomic uint64_t state; /* generation << INDEX_BITS | next chunk */
+  _Alignas(LINE) _Atomic uint64_t generation;
   _Alignas(LINE) _Atomic uint64_t completed;
   _Atomic int32_t failure;
-  _Alignas(LINE) _Atomic(coda_chunk) run; /* the loop; relaxed: the state orders it */
+  _Alignas(LINE) _Atomic(coda_chunk) run; /* the loop; relaxed: the generation orders it */
   _Atomic(void *) context;
   _Atomic int64_t items, grain;
   _Atomic uint64_t grains, chunks;
+  _Atomic int lanes_used;
   _Alignas(LINE) _Atomic int sleeping;
   _Atomic uint32_t wakes; /* what sleepers wait on: asks them to spin again */
   _Atomic bool running, stop; /* running: between coda_pool_begin and coda_pool_end */
@@ -64,46 +70,62 @@ struct coda_pool {
   int64_t spin_ns;
   size_t bytes; /* of this allocation */
   pid_t process; /* that has the workers: a forked child does not */
-  worker workers[];
+  lane lanes[];
 };
 
-static uint64_t generation(uint64_t state) { return state >> INDEX_BITS; }
+/* The first of `total` that is in part `index` of `parts` as even ones as can be. */
+static uint64_t part_begin(uint64_t index, uint64_t total, uint64_t parts) {
+  return index * (total / parts) + index * (total % parts) / parts;
+}
 
-/* The first grain of chunk `index`: the chunks that get one more than the others come first. */
-static uint64_t chunk_begin(uint64_t index, uint64_t grains, uint64_t chunks) {
-  const uint64_t larger = grains % chunks;
-  return index * (grains / chunks) + (index < larger ? index : larger);
+static uint64_t pack_range(uint64_t generation, uint64_t next, uint64_t end) {
+  return generation << (2 * INDEX_BITS) | next << INDEX_BITS | end;
+}
+
+/* Takes a chunk of `range` if it has one of this generation: the first for its own thread, the last for another. */
+static bool take(_Atomic uint64_t *range, uint64_t generation, bool own, uint64_t *index) {
+  uint64_t old = atomic_load_explicit(range, memory_order_relaxed);
+  for (;;) {
+    const uint64_t next = old >> INDEX_BITS & INDEX_MASK, end = old & INDEX_MASK;
+    if (old != pack_range(generation, next, end) || next >= end)
+      return false;
+    const uint64_t rest = own ? pack_range(generation, next + 1, end) : pack_range(generation, next, end - 1);
+    *index = own ? next : end - 1;
+    if (atomic_compare_exchange_weak_explicit(range, &old, rest, memory_order_acq_rel, memory_order_relaxed))
+      return true;
+  }
 }
 
 static void drain(coda_pool *pool, int thread) {
-  for (;;) {
-    uint64_t state = atomic_load_explicit(&pool->state, memory_order_acquire);
-    const uint64_t index = state & (((uint64_t)1 << INDEX_BITS) - 1);
-    const coda_chunk run = atomic_load_explicit(&pool->run, memory_order_relaxed);
-    void *context = atomic_load_explicit(&pool->context, memory_order_relaxed);
-    const int64_t items = atomic_load_explicit(&pool->items, memory_order_relaxed);
-    const int64_t grain = atomic_load_explicit(&pool->grain, memory_order_relaxed);
-    const uint64_t grains = atomic_load_explicit(&pool->grains, memory_order_relaxed);
-    const uint64_t chunks = atomic_load_explicit(&pool->chunks, memory_order_relaxed);
-    if (generation(state) & 1 || index >= chunks)
-      return;
-    atomic_thread_fence(memory_order_acquire); /* had a field been of a later loop, the swap below would fail */
-    if (!atomic_compare_exchange_weak_explicit(&pool->state, &state, state + 1, memory_order_acq_rel,
-                                               memory_order_relaxed))
-      continue;
-    const int64_t begin = (int64_t)chunk_begin(index, grains, chunks) * grain;
-    const int64_t end = index + 1 == chunks ? items : (int64_t)chunk_begin(index + 1, grains, chunks) * grain;
-    if (atomic_load_explicit(&pool->failure, memory_order_relaxed) == 0) {
-      const int32_t code = run(context, begin, end, thread);
-      if (code)
-        atomic_store_explicit(&pool->failure, code, memory_order_relaxed);
+  const uint64_t generation = atomic_load_explicit(&pool->generation, memory_order_acquire);
+  const coda_chunk run = atomic_load_explicit(&pool->run, memory_order_relaxed);
+  void *context = atomic_load_explicit(&pool->context, memory_order_relaxed);
+  const int64_t items = atomic_load_explicit(&pool->items, memory_order_relaxed);
+  const int64_t grain = atomic_load_explicit(&pool->grain, memory_order_relaxed);
+  const uint64_t grains = atomic_load_explicit(&pool->grains, memory_order_relaxed);
+  const uint64_t chunks = atomic_load_explicit(&pool->chunks, memory_order_relaxed);
+  const int lanes = atomic_load_explicit(&pool->lanes_used, memory_order_relaxed);
+  if (generation & 1)
+    return;
+  atomic_thread_fence(memory_order_acquire); /* had a field been of a later loop, no chunk could be taken below */
+  for (int k = 0; k < lanes; k++) {
+    const int victim = (thread + k) % lanes;
+    uint64_t index;
+    while (take(&pool->lanes[victim].range, generation, victim == thread, &index)) {
+      const int64_t begin = (int64_t)part_begin(index, grains, chunks) * grain;
+      const int64_t end = index + 1 == chunks ? items : (int64_t)part_begin(index + 1, grains, chunks) * grain;
+      if (atomic_load_explicit(&pool->failure, memory_order_relaxed) == 0) {
+        const int32_t code = run(context, begin, end, thread);
+        if (code)
+          atomic_store_explicit(&pool->failure, code, memory_order_relaxed);
+      }
+      atomic_fetch_add_explicit(&pool->completed, 1, memory_order_release);
     }
-    atomic_fetch_add_explicit(&pool->completed, 1, memory_order_release);
   }
 }
 
 static bool idle(const coda_pool *pool, uint64_t seen) {
-  return generation(atomic_load(&pool->state)) == seen && !atomic_load(&pool->stop);
+  return atomic_load(&pool->generation) == seen && !atomic_load(&pool->stop);
 }
 
 /* A futex and no mutex, which a worker could hold while the system does not let it run. */
@@ -133,12 +155,12 @@ static bool out_of_patience(const coda_pool *pool, int64_t idle_ns) {
 }
 
 static void *worker_main(void *argument) {
-  const worker *self = argument;
+  const lane *self = argument;
   coda_pool *pool = self->pool;
   uint64_t seen = 0;
   int64_t idle_since = coda_now_ns();
   for (unsigned spins = 1; !atomic_load_explicit(&pool->stop, memory_order_relaxed); spins++) {
-    const uint64_t current = generation(atomic_load_explicit(&pool->state, memory_order_acquire));
+    const uint64_t current = atomic_load_explicit(&pool->generation, memory_order_acquire);
     if (current != seen && !(current & 1)) {
       seen = current;
       drain(pool, self->index);
@@ -155,7 +177,7 @@ static void *worker_main(void *argument) {
 }
 
 coda_pool *coda_pool_create(int threads, int64_t spin_us, const coda_allocator *allocator) {
-  const size_t bytes = sizeof(coda_pool) + (size_t)(threads - 1) * sizeof(worker);
+  const size_t bytes = sizeof(coda_pool) + (size_t)threads * sizeof(lane);
   coda_pool *pool = allocator->allocate(allocator->context, bytes, LINE);
   if (!pool)
     return NULL;
@@ -164,10 +186,10 @@ coda_pool *coda_pool_create(int threads, int64_t spin_us, const coda_allocator *
   pool->process = getpid();
   pool->threads = threads;
   pool->spin_ns = spin_us * 1000;
-  for (int i = 0; i < threads - 1; i++) {
-    pool->workers[i].pool = pool;
-    pool->workers[i].index = i + 1;
-    if (pthread_create(&pool->workers[i].thread, NULL, worker_main, &pool->workers[i]) != 0) {
+  for (int i = 1; i < threads; i++) {
+    pool->lanes[i].pool = pool;
+    pool->lanes[i].index = i;
+    if (pthread_create(&pool->lanes[i].thread, NULL, worker_main, &pool->lanes[i]) != 0) {
       coda_pool_free(pool, allocator);
       return NULL;
     }
@@ -182,8 +204,8 @@ void coda_pool_free(coda_pool *pool, const coda_allocator *allocator) {
   if (pool->process == getpid()) {
     atomic_store(&pool->stop, true);
     wake(pool);
-    for (int i = 0; i < pool->started; i++)
-      pthread_join(pool->workers[i].thread, NULL);
+    for (int i = 1; i <= pool->started; i++)
+      pthread_join(pool->lanes[i].thread, NULL);
   }
   allocator->release(allocator->context, pool, pool->bytes);
 }
@@ -209,8 +231,9 @@ static uint64_t count_chunks(const coda_pool *pool, uint64_t grains, int64_t cos
 
 static int32_t fork_join(coda_pool *pool, int64_t items, int64_t grain, uint64_t grains, uint64_t chunks,
                          coda_chunk run, void *context) {
-  const uint64_t before = generation(atomic_load_explicit(&pool->state, memory_order_relaxed));
-  atomic_store_explicit(&pool->state, (before + 1) << INDEX_BITS, memory_order_relaxed);
+  const uint64_t before = atomic_load_explicit(&pool->generation, memory_order_relaxed);
+  const uint64_t lanes = chunks < (uint64_t)pool->threads ? chunks : (uint64_t)pool->threads;
+  atomic_store_explicit(&pool->generation, before + 1, memory_order_relaxed);
   atomic_thread_fence(memory_order_release);
   atomic_store_explicit(&pool->run, run, memory_order_relaxed);
   atomic_store_explicit(&pool->context, context, memory_order_relaxed);
@@ -218,9 +241,14 @@ static int32_t fork_join(coda_pool *pool, int64_t items, int64_t grain, uint64_t
   atomic_store_explicit(&pool->grain, grain, memory_order_relaxed);
   atomic_store_explicit(&pool->grains, grains, memory_order_relaxed);
   atomic_store_explicit(&pool->chunks, chunks, memory_order_relaxed);
+  atomic_store_explicit(&pool->lanes_used, (int)lanes, memory_order_relaxed);
   atomic_store_explicit(&pool->completed, 0, memory_order_relaxed);
   atomic_store_explicit(&pool->failure, 0, memory_order_relaxed);
-  atomic_store(&pool->state, (before + 2) << INDEX_BITS);
+  for (uint64_t i = 0; i < lanes; i++) {
+    const uint64_t range = pack_range(before + 2, part_begin(i, chunks, lanes), part_begin(i + 1, chunks, lanes));
+    atomic_store_explicit(&pool->lanes[i].range, range, memory_order_relaxed);
+  }
+  atomic_store(&pool->generation, before + 2);
   wake(pool);
   drain(pool, 0);
   int64_t waiting_since = 0;

@@ -70,6 +70,34 @@ static void check_chunks(void) {
   coda_pool_free(pool, &coda_system_allocator);
 }
 
+typedef struct {
+  _Atomic int64_t items, sum;
+} total;
+
+static int32_t add(void *context, int64_t begin, int64_t end, int thread) {
+  total *t = context;
+  (void)thread;
+  for (int64_t i = begin; i < end; i++) {
+    t->items++;
+    t->sum += i;
+  }
+  return 0;
+}
+
+/* Loops so short that workers come late to most of them. */
+static void check_late_workers(void) {
+  coda_pool *pool = coda_pool_create(THREADS, 1000, &coda_system_allocator);
+  coda_pool_begin(pool);
+  for (int64_t k = 0; k < 3000; k++) {
+    const int64_t items = 1 + k * 7 % 50;
+    total t = {0, 0};
+    CHECK(coda_pool_for(pool, items, 1 + k % 3, MUCH, add, &t) == 0);
+    CHECK(t.items == items && t.sum == items * (items - 1) / 2);
+  }
+  coda_pool_end(pool);
+  coda_pool_free(pool, &coda_system_allocator);
+}
+
 /* --- workers that do not run ---------------------------------------------------------------------------------------- */
 
 /* The thread sanitizer puts signals off, so that no worker could be held. */
@@ -131,6 +159,7 @@ static void check_held(int64_t spin_us) {
 
 void check_pool(void) {
   check_chunks();
+  check_late_workers();
 #if !defined(__SANITIZE_THREAD__)
   const struct sigaction action = {.sa_handler = hold};
   struct sigaction before;
