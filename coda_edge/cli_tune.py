@@ -64,6 +64,7 @@ def command(
 
     if bool(tracker) != bool(key):
         raise click.UsageError("--tracker and --key go together: where the tracker is, and which device of it")
+    device = tracked_device(tracker, key) if tracker and key else None
     bar: Bar = ctx.meta["progress"]
     with bar() as advance:
         found = tune(
@@ -74,7 +75,7 @@ def command(
             seconds,
             lengths or LENGTHS,
             threads,
-            tracked_device(tracker, key) if tracker and key else None,
+            device,
             advance,
         )
     if as_json:

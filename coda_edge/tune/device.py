@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,32 +116,37 @@ def local_device() -> Iterator[Device]:
             server.terminate()
 
 
-@contextmanager
-def tracked_device(tracker: str, key: str, timeout: float = 60.0) -> Iterator[Device]:
-    """A device that an RPC server offers under ``key`` at ``tracker`` (``HOST:PORT``), held until the block ends.
+def tracked_device(tracker: str, key: str, timeout: float = 60.0) -> AbstractContextManager[Device]:
+    """A device that an RPC server offers under ``key`` at ``tracker`` (``HOST:PORT``), held while the context is entered.
 
-    Raises DeviceError if the tracker cannot be reached, or gives none within ``timeout`` seconds.
+    Raises DeviceError if there is no tracker; on entering, if it gives no such device within ``timeout`` seconds.
     """
-    from tvm import rpc
-
     host, colon, port = tracker.rpartition(":")
     if not (colon and host and port.isdecimal()):
         raise DeviceError(f"'{tracker}' is no address of a tracker: write HOST:PORT")
     try:
         # TVM's own client would try for a minute.
         socket.create_connection((host, int(port)), timeout=_CONNECT).close()
-        connection = rpc.connect_tracker(host, int(port))
-    except Exception as e:
+    except OSError as e:
         raise DeviceError(
-            f"there is no RPC tracker at {tracker}: start one with `python -m tvm.exec.rpc_tracker --host 0.0.0.0 --port {port}`"
+            f"there is no RPC tracker at {tracker} ({e}): start one with "
+            f"`python -m tvm.exec.rpc_tracker --host 0.0.0.0 --port {port}`"
         ) from e
+    return _requested(host, int(port), key, timeout)
+
+
+@contextmanager
+def _requested(host: str, port: int, key: str, timeout: float) -> Iterator[Device]:
+    from tvm import rpc
+
+    connection = rpc.connect_tracker(host, port)
     try:
         end = time.monotonic() + timeout
         while key not in {info["key"].removeprefix("server:") for info in connection.summary()["server_info"]}:
             if time.monotonic() > end:
                 raise DeviceError(
-                    f"the tracker at {tracker} has no device with the key '{key}': start one there with "
-                    f"`python -m tvm.exec.rpc_server --tracker {tracker} --key {key}`"
+                    f"the tracker at {host}:{port} has no device with the key '{key}': start one there with "
+                    f"`python -m tvm.exec.rpc_server --tracker {host}:{port} --key {key}`"
                 )
             time.sleep(0.5)
         session = connection.request(key, priority=1, session_timeout=_SESSION)
