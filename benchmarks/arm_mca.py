@@ -85,19 +85,19 @@ def estimate(tool: str, core: Core, tile: tuple[int, int]) -> Estimate:
     weight = np.ones((SIZE, SIZE), np.float32)
     call = lower_gemm(target, "gemm", library.bias.program, "a", weight, ["b"], ["y"], symbol("M"), schedule=schedule)
     wanted = tile[0] * tile[1]
-    # The copy for the last rows is a loop of as many multiply-adds, and comes after.
-    loop = next(
-        body
-        for body in inner_loops(assembly([call.kernel.func], target.tvm))
-        if (count := sum(line.startswith("fmla") for line in body)) and count % wanted == 0
-    )
+    # The forms for few rows and for the last ones have loops of as many multiply-adds, among more of other instructions.
+    loops = [body for body in inner_loops(assembly([call.kernel.func], target.tvm)) if _multiplies(body)]
+    loop = max((b for b in loops if _multiplies(b) % wanted == 0), key=lambda body: _multiplies(body) / len(body))
     command = [tool, "-mtriple=aarch64-linux-gnu", f"-mcpu={core.model}", f"-iterations={ITERATIONS}"]
     done = subprocess.run(command, input="\n".join(loop), capture_output=True, text=True, check=True)
     cycles = re.search(r"Total Cycles:\s+(\d+)", done.stdout)
     if cycles is None:
         raise ValueError(f"{tool} reports no cycles: {done.stdout[:200]}")
-    multiplies = sum(line.startswith("fmla") for line in loop)
-    return Estimate(len(loop), multiplies, sum("[sp" in line for line in loop), int(cycles[1]) / ITERATIONS)
+    return Estimate(len(loop), _multiplies(loop), sum("[sp" in line for line in loop), int(cycles[1]) / ITERATIONS)
+
+
+def _multiplies(loop: list[str]) -> int:
+    return sum(line.startswith("fmla") for line in loop)
 
 
 def main() -> None:
