@@ -74,7 +74,7 @@ def package(
     normal = frontend.to_normal_form(loaded, dict(shapes) if shapes else None)
     run_pipeline(normal.graph, lambda done: tell(f"pass {done.name}", 0.5))
     tell("export", 0.0)
-    exported = export.to_model(normal.graph)
+    exported = export.to_model(normal.graph, narrow=True)
     tell("lower", 0.0)
     claims = claim(normal.graph, chosen, normal.constraints)
     if not claims.operators:
