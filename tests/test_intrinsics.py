@@ -69,6 +69,7 @@ class Library:
 
 FUNCTIONS: dict[str, tuple[Callable[[Any], Any], list[tuple[float, float]], float]] = {
     "exp": (np.exp, [(-86.9, 88.7), (-1, 1), (-1e-3, 1e-3)], 1.5e-7),
+    "exp_of_negative": (np.exp, [(-86.9, 0), (-1, 0)], 1.4e-6),
     "exp2": (np.exp2, [(-125, 127.9), (-1, 1)], 1.5e-7),
     "log": (np.log, [(1e-45, 1e-37), (1e-6, 3), (0.9, 1.1), (1, 3e38)], 1.5e-7),
     "erf": (erf, [(-6, 6), (-1, 1), (-1e-4, 1e-4)], 3e-7),
@@ -106,6 +107,7 @@ def test_sine(name: str, kernels: dict[str, Callable[[np.ndarray], np.ndarray]])
 
 LIMITS = {
     "exp": {-math.inf: 0, -200: 0, -1e30: 0, 0: 1, 89: math.inf, 1e30: math.inf, math.inf: math.inf},
+    "exp_of_negative": {-math.inf: 0, -200: 0, -1e30: 0, 0: 1},
     "exp2": {-math.inf: 0, -200: 0, 0: 1, 1: 2, 128: math.inf, math.inf: math.inf},
     "log": {0: -math.inf, 1: 0, -1: math.nan, -math.inf: math.nan, math.inf: math.inf},
     "erf": {-math.inf: -1, -50: -1, -1e30: -1, 0: 0, 50: 1, 1e30: 1, math.inf: 1},

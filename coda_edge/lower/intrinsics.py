@@ -16,6 +16,7 @@ from .body import Expr, f32, lanes, widen
 
 _ROUND = 12582912.0
 """1.5·2²³: adding it rounds a float32 of magnitude below 2²² to an integer, which is then in the low bits of the sum."""
+_LOG2_E = math.log2(math.e)
 _LN2_HIGH, _LN2_LOW = 0.693145751953125, 1.428606765330187e-06
 _HALF_PI = (1.5707963705062866, -4.371138828673793e-08, -1.7151245100058819e-15)
 
@@ -27,6 +28,13 @@ _EXP2 = (
     0.009618439856689073,
     0.0013399133023534705,
     0.00015353152598748056,
+)
+_EXP2_SHORT = (
+    0.6931469775987167,
+    0.24022242084634718,
+    0.05550733743574366,
+    0.009671512688178861,
+    0.0013264727247151993,
 )
 _LOG = (
     0.33333331659547466,
@@ -117,8 +125,17 @@ def exp(x: Expr) -> Expr:
 
 
 def exp_of_negative(x: Expr) -> Expr:
-    """``exp`` for x ≤ 0 or NaN."""
-    return bind(_at_least(x, -87.0), _exp_reduced)
+    """eˣ for x ≤ 0 or NaN, in fewer steps than ``exp``: relative error 1.7e-7 + 1.4e-8·|x|; 0 below -87.7."""
+
+    def reduced(x: Expr) -> Expr:
+        return bind(x * f32(_LOG2_E) + f32(_ROUND), lambda z: bind(z - f32(_ROUND), lambda n: power(x, z, n)))
+
+    def power(x: Expr, z: Expr, n: Expr) -> Expr:
+        # 2ⁿ of n = -127 is 0.
+        scale = _float((_bits(z) + _int(127, z)) << _int(23, z), z)
+        return bind(x * f32(_LOG2_E) - n, lambda r: (_poly(_EXP2_SHORT, r) * r + 1.0) * scale)
+
+    return bind(_at_least(x, -88.0), reduced)
 
 
 def _exp_reduced(x: Expr) -> Expr:
@@ -127,7 +144,7 @@ def _exp_reduced(x: Expr) -> Expr:
             x - n * f32(_LN2_HIGH) - n * f32(_LN2_LOW), lambda r: _scale((_poly(_EXP, r) * r + 1.0) * r + 1.0, z)
         )
 
-    return bind(x * f32(math.log2(math.e)) + f32(_ROUND), lambda z: bind(z - f32(_ROUND), lambda n: scaled(z, n)))
+    return bind(x * f32(_LOG2_E) + f32(_ROUND), lambda z: bind(z - f32(_ROUND), lambda n: scaled(z, n)))
 
 
 def exp2(x: Expr) -> Expr:
