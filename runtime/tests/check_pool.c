@@ -88,7 +88,7 @@ static int32_t add(void *context, int64_t begin, int64_t end, int thread) {
 static void check_late_workers(void) {
   coda_pool *pool = coda_pool_create(THREADS, 1000, &coda_system_allocator);
   coda_pool_begin(pool);
-  for (int64_t k = 0; k < 3000; k++) {
+  for (int64_t k = 0; k < 1000; k++) {
     const int64_t items = 1 + k * 7 % 50;
     total t = {0, 0};
     CHECK(coda_pool_for(pool, items, 1 + k % 3, MUCH, add, &t) == 0);
