@@ -41,7 +41,7 @@ _FILE_COLUMNS = 160
 @click.option("--threads", default="1,2", show_default=True, help="Numbers of threads, separated by commas.")
 @click.option("--peers", "names", default=_DEFAULT_PEERS, show_default=True, help="Also known: iree, tvm.")
 @click.option("--rounds", type=click.IntRange(min=1), help="Rounds; by default as many as SECONDS allow, 5 to 15.")
-@click.option("--seconds", default=12.0, show_default=True, help="Time for each model and number of threads.")
+@click.option("--seconds", default=10.0, show_default=True, help="Time for each model and number of threads.")
 @click.option("--target", default="native", show_default=True, help="What our bundles are built for.")
 @click.option("--work", type=click.Path(file_okay=False, path_type=Path), help="Keeps and reuses what is built there.")
 @click.option("--prepare", is_flag=True, help="Only build, into WORK.")
@@ -70,9 +70,11 @@ def main(
     wanted |= {name: _given(path, inputs) for name, path in given.items()}
     if not wanted:
         raise click.UsageError("nothing to measure: name models, --case NAME or --suite")
+    if prepare and work is None:
+        raise click.UsageError("--prepare needs --work DIR, to keep what is built")
     known = peers()
     chosen = [known[_known(n.strip(), known)] for n in names.split(",") if n.strip()]
-    counts = [int(t) for t in threads.split(",")]
+    counts = _counts(threads)
     with _folder(work) as folder, _only_ours(), _progress() as progress:
         if prepare:
             for name, case in wanted.items():
@@ -118,6 +120,13 @@ def _given(path: Path, inputs: Path | None) -> Case:
             return {name: stored[name] for name in stored.files}
 
     return Case(path.stem, lambda: path, feeds)
+
+
+def _counts(threads: str) -> list[int]:
+    parts = [t.strip() for t in threads.split(",")]
+    if not all(t.isdecimal() and int(t) for t in parts):
+        raise click.BadParameter(f"'{threads}' is no list of numbers of threads, as 1,2 is", param_hint="--threads")
+    return [int(t) for t in parts]
 
 
 def _known(name: str, known: dict[str, Peer]) -> str:

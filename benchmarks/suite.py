@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,6 @@ class Case:
     feeds: Callable[[], Feeds]
     bar: Bar | None = None
     reference: Callable[[], Path] | None = None
-    threads: tuple[int, ...] = field(default=(1, 2))
 
 
 def _sentence(length: int) -> Callable[[], Feeds]:
