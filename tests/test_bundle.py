@@ -36,7 +36,8 @@ def test_round_trip(tmp_path: Path) -> None:
     assert back.best.plan.constraints == bundle.best.plan.constraints
     assert len(back.best.plan.constraints) == 1
     assert back.best.plan.kernels == bundle.best.plan.kernels
-    assert back.best.plan.exprs.entries == bundle.best.plan.exprs.entries and back.best.plan.exprs.symbols == ["batch", "seq"]
+    assert back.best.plan.exprs.entries == bundle.best.plan.exprs.entries
+    assert back.best.plan.exprs.symbols == ["batch", "seq"]
     assert back.best.library == bundle.best.library
     assert back.metadata == {"producer": "handmade", "target": "test"}
     assert back.best.features == ("sse4_2",)

@@ -276,7 +276,7 @@ static coda_code read_buffers(coda_plan *plan, const raw_tables *raw, size_t con
   return CODA_OK;
 }
 
-/* Every byte of repacked constants but the gaps between them is written by a move; so there are no more than moves write. */
+/* Every byte of repacked constants but the gaps between them is written by a move: there are no more than moves write. */
 static coda_code read_moves(coda_plan *plan, const raw_tables *raw, size_t constant_bytes, coda_error *error) {
   uint64_t moved = 0;
   for (uint32_t i = 0; i < plan->move_count; i++) {
@@ -286,7 +286,8 @@ static coda_code read_moves(coda_plan *plan, const raw_tables *raw, size_t const
                      coda_u32(p + 20), coda_u32(p + 24), coda_u32(p + 28)};
     if (m->rows == 0 || m->row_bytes > m->from_stride || m->row_bytes > m->to_stride)
       return BAD("move %" PRIu32 " has rows that overlap, or none", i);
-    const uint64_t last = m->rows - 1, from = last * m->from_stride + m->row_bytes, to = last * m->to_stride + m->row_bytes;
+    const uint64_t last = m->rows - 1; /* the bytes from the first row to the end of the last one: */
+    const uint64_t from = last * m->from_stride + m->row_bytes, to = last * m->to_stride + m->row_bytes;
     if (from > constant_bytes || m->from > constant_bytes - from)
       return BAD("move %" PRIu32 " reads beyond the %zu bytes of constants", i, constant_bytes);
     if (to > plan->repacked_bytes || m->to > plan->repacked_bytes - to)

@@ -1,6 +1,6 @@
 /* A fork-join pool in which the caller waits for items, not for workers.
  *
- * A loop is cut into chunks, and each thread has a range of them in one 64-bit word (generation, next, end): it takes
+ * A loop is cut into chunks, and each thread has a range of them in a 64-bit word (generation, next, end): it takes
  * the next one from the front, so that what it reads follows on what it read before, and when its own are gone the last
  * one of another thread's. Taking is a compare-and-swap, so that a late worker can never touch a loop that is over, and a
  * worker that the system has not scheduled costs nothing: the others take its chunks. An odd generation is closed while
