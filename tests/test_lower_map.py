@@ -192,3 +192,29 @@ def test_half_precision_is_widened_for_statistics() -> None:
     y = (x + x).astype(np.float64)
     np.testing.assert_allclose(found["mean"], y.mean(-1, keepdims=True), atol=2e-3)
     np.testing.assert_allclose(found["var"], y.var(-1, keepdims=True), rtol=2e-3)
+
+
+@pytest.mark.parametrize("channels", [64, 24, 20, 7])
+def test_channels_of_interleaved_phases(channels: int) -> None:
+    """A row of the result lies in one of the two that a wider row of the source has: no element divides to find its place."""
+    proto = model(
+        [
+            node("Reshape", ["x", "wide"], ["a"]),
+            node("Transpose", ["a"], ["b"], perm=[0, 1, 3, 2, 4]),
+            node("Reshape", ["b", "tall"], ["c"]),
+            node("Slice", ["c", "one", "nine", "axes"], ["d"]),
+            node("Relu", ["d"], ["y"]),
+        ],
+        {"x": (np.float32, ["B", 5, 5, 4 * channels])},
+        ["y"],
+        {
+            "wide": np.array([0, 5, 5, 2, 2 * channels]),
+            "tall": np.array([0, 10, 10, channels]),
+            "one": np.array([1, 1]),
+            "nine": np.array([9, 9]),
+            "axes": np.array([1, 2]),
+        },
+    )
+    compiled = check(proto, [{"x": random(b, 5, 5, 4 * channels)} for b in (1, 3)])
+    (kernel,) = compiled.lowered.kernels
+    assert channels == 7 or "vectorized" in kernel.func.script()

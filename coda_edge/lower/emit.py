@@ -269,6 +269,11 @@ class Emitter:
         quotient = self._analyzer.simplify(tirx.floordiv(index, divisor))
         remainder = self._analyzer.simplify(tirx.floormod(index, divisor))
         if self.varies(quotient) and self._width > 1:
+            start = self._start_of_run(index, as_int(divisor) or 0)
+            if start is not None:
+                quotient = self.bind(tirx.truncdiv(start, divisor))
+                self._know(quotient, None)
+                return quotient, self._analyzer.simplify(index - quotient * divisor)
             run = math.gcd(as_int(divisor) or 1, self.granule or 0)
             if run > 1 and run != self.granule:
                 raise Granule(run)
@@ -280,6 +285,20 @@ class Emitter:
             self._know(quotient, None)
             self._know(remainder, as_int(divisor))
         return quotient, remainder
+
+    def _start_of_run(self, index: Expr, divisor: int) -> Expr | None:
+        """The first lane's ``index`` if those of the others follow it and all are within one multiple of ``divisor``, else None."""
+
+        def first(var: Var, mutator: StructuralMutator) -> Expr:
+            return int64(0) if var.same_as(self._lane) else var
+
+        start = structural_mutate(index, [(Var, first)])
+        if self.varies(start) or as_int(self._analyzer.simplify(index - start - self._lane)) != 0:
+            return None
+        known = self._analyzer.modular_set(start)
+        # Indices begin at multiples of this number.
+        step = math.gcd(int(known.coeff), int(known.base)) or divisor
+        return start if divisor and step >= self._width and divisor % step == 0 else None
 
     def unravel(self, linear: Expr, dims: Sequence[Dim]) -> list[Expr]:
         """The indices of the element that is ``linear``-th in row-major order."""
