@@ -307,7 +307,8 @@ class WindowRows:
         padded = out * window.strides[-2] + self._shape.overlap
         image = body.let(tirx.floordiv(stacked, padded), "image")
         line = body.let(stacked - image * padded - window.before[-2], "line")
-        inside, places = [line >= 0, line < height], []
+        inside = [line >= 0, line < height]
+        places: list[tuple[Expr, Expr]] = []
         for axis in reversed(range(len(taps))):
             size, out = self._spatial[axis]
             rest = body.let(tirx.floordiv(image, out), "rest")
