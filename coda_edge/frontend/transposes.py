@@ -2,8 +2,9 @@
 
 ``T₂(f(T₁(a), T₁(b), c))`` is ``f(a, b, T₂(c))`` where T₂ undoes T₁ and ``f`` is any tree of elementwise operators with
 constants ``c``, of reductions that keep their axes (a norm over channels that come first is
-one over channels that come last, never the other way; pooling is either), and of Slice, Concat, Pad, and Gather, which resizes. It happens only if every leaf that is no constant cancels, or has its elements
-in one order either way (``[n, channels, 1, 1]``), so it never adds a transpose that takes a kernel.
+one over channels that come last, never the other way; pooling is either), and of Slice, Concat, Pad, and Gather, which resizes. It
+happens only if every leaf that is no constant cancels, or has its elements in one order either way (``[n, channels, 1, 1]``), so it never
+adds a transpose that takes a kernel.
 """
 
 from __future__ import annotations
@@ -94,8 +95,9 @@ def _tree(root: gs.Node, undone: list[int]) -> list[gs.Node] | None:
 
 def _is_transposed(tensor: ir.Tensor, perm: list[int]) -> bool:
     source = ir.producer(tensor)
-    transposed = source is not None and source.op == "Transpose" and not source.domain
-    return transposed and list(source.attrs.get("perm", ())) == perm
+    if source is None or source.op != "Transpose" or source.domain:
+        return False
+    return list(source.attrs.get("perm", ())) == perm
 
 
 def _is_view(tensor: ir.Tensor, perm: list[int]) -> bool:
@@ -108,7 +110,7 @@ def _is_view(tensor: ir.Tensor, perm: list[int]) -> bool:
 def _data(node: gs.Node) -> list[ir.Tensor]:
     """The inputs that are transposed."""
     alone = node.op in _AXES or node.op in ("Pad", "Gather")
-    return node.inputs[:1] if alone else node.inputs
+    return list(node.inputs[:1] if alone else node.inputs)
 
 
 def _turns(node: gs.Node, undone: list[int], result: tuple[Dim, ...]) -> bool:
