@@ -1,10 +1,10 @@
 /* A fork-join pool in which the caller waits for items, not for workers.
  *
- * A loop is cut into chunks, and each thread has a range of them in a 64-bit word (generation, next, end): it takes
- * the next one from the front, so that what it reads follows on what it read before, and when its own are gone the last
- * one of another thread's. Taking is a compare-and-swap, so that a late worker can never touch a loop that is over, and a
- * worker that the system has not scheduled costs nothing: the others take its chunks. An odd generation is closed while
- * the caller writes the next loop.
+ * A loop is cut into chunks, and each thread has a range of them in a 64-bit word (generation, next, end). A thread takes
+ * its own in order, so that what it reads follows on what it read before, and when they are gone those of the others, in
+ * order too. Taking is a compare-and-swap, so that a late worker can never touch a loop that is over, and a worker that
+ * the system has not scheduled costs nothing: the others take its chunks. An odd generation is closed while the caller
+ * writes the next loop.
  *
  * A loop is cut by its cost: into so many chunks that a late thread's can be taken by others, but none so small that it
  * costs more to hand over than to do. Workers spin between the loops of a run and for a while after it, and then sleep;
@@ -82,16 +82,16 @@ static uint64_t pack_range(uint64_t generation, uint64_t next, uint64_t end) {
   return generation << (2 * INDEX_BITS) | next << INDEX_BITS | end;
 }
 
-/* Takes a chunk of `range` if it has one of this generation: the first for its own thread, the last for another. */
-static bool take(_Atomic uint64_t *range, uint64_t generation, bool own, uint64_t *index) {
+/* Takes the next chunk of `range` if it has one of this generation. */
+static bool take(_Atomic uint64_t *range, uint64_t generation, uint64_t *index) {
   uint64_t old = atomic_load_explicit(range, memory_order_relaxed);
   for (;;) {
     const uint64_t next = old >> INDEX_BITS & INDEX_MASK, end = old & INDEX_MASK;
     if (old != pack_range(generation, next, end) || next >= end)
       return false;
-    const uint64_t rest = own ? pack_range(generation, next + 1, end) : pack_range(generation, next, end - 1);
-    *index = own ? next : end - 1;
-    if (atomic_compare_exchange_weak_explicit(range, &old, rest, memory_order_acq_rel, memory_order_relaxed))
+    *index = next;
+    if (atomic_compare_exchange_weak_explicit(range, &old, pack_range(generation, next + 1, end), memory_order_acq_rel,
+                                              memory_order_relaxed))
       return true;
   }
 }
@@ -109,9 +109,9 @@ static void drain(coda_pool *pool, int thread) {
     return;
   atomic_thread_fence(memory_order_acquire); /* had a field been of a later loop, no chunk could be taken below */
   for (int k = 0; k < lanes; k++) {
-    const int victim = (thread + k) % lanes;
+    const int owner = (thread + k) % lanes;
     uint64_t index;
-    while (take(&pool->lanes[victim].range, generation, victim == thread, &index)) {
+    while (take(&pool->lanes[owner].range, generation, &index)) {
       const int64_t begin = (int64_t)part_begin(index, grains, chunks) * grain;
       const int64_t end = index + 1 == chunks ? items : (int64_t)part_begin(index + 1, grains, chunks) * grain;
       if (atomic_load_explicit(&pool->failure, memory_order_relaxed) == 0) {
