@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from tvm import tirx
 
 from ..epilogue.tir import Columns, Place
-from ..weights import WHOLE
 from .body import Body, Buffer, Expr, Index, f32, index, lanes, load, shuffle, widen
 from .gemm_shape import GemmShape
 from .gemm_tile import Tile, TileRows, pieces
@@ -31,7 +30,7 @@ STREAMS = 8
 PANELS = 4
 """Streams along which weights are read, and how many panels they belong to at most."""
 _FORMS = {False: (1, 4), True: (1, 2, 4)}
-"""By whether weights are whole numbers, numbers of rows that have a form of their own; others take the next one, with the last row repeated.
+"""By whether weights are converted, numbers of rows that have a form of their own; others take the next one, with the last row repeated.
 
 Where arithmetic has to wait for memory, rows that are not needed cost nothing.
 """
@@ -64,7 +63,7 @@ def write_few_rows(kernel: Kernel) -> None:
     begin = body.let(kernel.begin * schedule.panels, "first_panel")
     end = body.let(kernel.end * schedule.panels, "last_panel")
     least = 0
-    forms = _FORMS[shape.format.dtype in (dtype.name for dtype in WHOLE)]
+    forms = _FORMS[shape.format.converts]
     for count in sorted({min(form, few_rows(shape)) for form in forms}):
         with body.when(tirx.And(kernel.rows > index(least), kernel.rows <= index(count))):
             rows = [index(0), *(body.let(tirx.min(index(i), kernel.rows - 1), "row") for i in range(1, count))]
