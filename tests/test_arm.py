@@ -15,6 +15,7 @@ import onnxruntime as ort
 import pytest
 import test_attention
 import test_gemm
+import test_grouped
 import test_half_conversion
 import test_intrinsics
 from emulation import MACHINES, ROOT, Machine, RemoteLibrary, RemoteSession, remote
@@ -47,12 +48,12 @@ def target(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[targets.
         opened.append(RemoteLibrary(device[1], data))
         return opened[-1]
 
-    for module in (test_attention, test_gemm, test_half_conversion, test_intrinsics):
+    for module in (test_attention, test_gemm, test_grouped, test_half_conversion, test_intrinsics):
         monkeypatch.setattr(module, "Library", library)
     yield device[0]
     for one in opened:
         one.close()
-    for module in (test_attention, test_gemm, test_half_conversion):
+    for module in (test_attention, test_gemm, test_grouped, test_half_conversion):
         module.built.cache_clear()
 
 
@@ -113,6 +114,13 @@ def test_gemm_programs(target: targets.Target, name: str) -> None:
     loose = {"half storage": 5e-4, "integer": 0.2}.get(name, 3e-6)
     for m in (1, 13, 130):
         test_gemm.check(target, program, m, 132, 20, tolerance=loose)
+
+
+def test_grouped_convolutions(target: targets.Target) -> None:
+    view, shapes = test_grouped.WINDOWS["5x5, strides"]
+    test_grouped.check(target, view, (*shapes[0], 37), 37, 37)
+    channels, n, group = test_grouped.GROUPS["narrow groups"]
+    test_grouped.check(target, test_grouped.window((3, 3), before=1, after=1), (2, 5, 11, channels), n, group)
 
 
 def test_gemm_activations(target: targets.Target) -> None:
