@@ -131,6 +131,20 @@ def test_any_order_of_columns_is_repacked(seed: int) -> None:
                 )
 
 
+def test_matrices_of_equal_bytes_are_not_mixed_up() -> None:
+    """Zeros of other rows, or of another type, are another matrix: moves of one would not fill the other."""
+    arrays = [np.zeros((4, 16), np.float32), np.zeros((16, 4), np.float32), np.zeros((4, 32), np.float16)]
+    parts = [
+        _copies(arrays, [handmade.columns(size, a.shape[1]) for a in arrays], target)
+        for size, target in ((8, "first"), (3, "second"))
+    ]
+    for order in (parts, parts[::-1]):
+        bundle = combine([order[0], order[1]], ["first", "second"], {})
+        with Session(to_bytes(bundle), target=order[1].level.target) as session:
+            for array, found in zip(arrays, session.run(None, {}), strict=True):
+                np.testing.assert_array_equal(found, np.zeros(array.nbytes, np.uint8))
+
+
 def test_constants_of_one_level_alone_are_added() -> None:
     rng = np.random.default_rng(0)
     shared, first, second = (rng.standard_normal(n).astype(np.float32) for n in (5, 9, 7))
@@ -198,6 +212,7 @@ MOVES = [
     ("<Q", 0, 2**64 - 1, "reads beyond"),
     ("<Q", 8, 10**6, "writes beyond"),
     ("<I", 16, 99, "rows that overlap"),
+    ("<I", 16, 0, "rows that overlap, or none"),
     ("<I", 20, 0, "rows that overlap, or none"),
     ("<I", 20, 2**32 - 1, "reads beyond"),
     ("<I", 24, 1, "rows that overlap"),
@@ -224,6 +239,9 @@ def test_repacked_constants_are_what_moves_write() -> None:
     bundle = handmade.levels()
     plan = replace(bundle.best.plan, moves=[])
     with pytest.raises(BundleError, match="of which moves write 0"):
+        Session(to_bytes(replace(bundle, levels=(replace(bundle.best, plan=plan),))))
+    plan = replace(bundle.best.plan, moves=[*bundle.best.plan.moves, bundle.best.plan.moves[0]])
+    with pytest.raises(BundleError, match=f"move {len(plan.moves) - 1} writes what another one has written"):
         Session(to_bytes(replace(bundle, levels=(replace(bundle.best, plan=plan),))))
 
 

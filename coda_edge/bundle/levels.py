@@ -17,6 +17,7 @@ from .plan import Buffer, BufferKind, Bundle, ExecutionPlan, Level, Move
 
 _ALIGNMENT = 64
 Bytes = npt.NDArray[np.uint8]
+_Key = tuple[tuple[int, ...], str, bytes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +57,7 @@ class _Section:
         self._pieces: list[Bytes] = [first.constants]
         self._size = first.constants.size
         self._offsets: dict[bytes, int] = {}
-        self._panels: dict[bytes, StoredConstant] = {}
-        self._several = False
+        self._panels: dict[_Key, StoredConstant] = {}
         self._first = first
 
     def whole(self) -> Bytes:
@@ -68,13 +68,13 @@ class _Section:
         """The plan of ``parts`` over this section, which is given what it lacks."""
         if not self._offsets:
             self._offsets = {_digest(s.data): s.offset for s in self._first.stored}
-            self._panels = {_digest(_matrix(s)): s for s in self._first.stored if s.columns}
+            self._panels = {_key(s): s for s in self._first.stored if s.columns}
         places: dict[int, tuple[BufferKind, int]] = {}
         moves: list[Move] = []
         repacked = 0
         for constant in parts.stored:
             digest = _digest(constant.data)
-            source = self._panels.get(_digest(_matrix(constant))) if constant.columns else None
+            source = self._panels.get(_key(constant)) if constant.columns else None
             if digest not in self._offsets and source is not None:
                 places[constant.offset] = (BufferKind.REPACKED, repacked)
                 moves += _moves(source, constant, repacked)
@@ -127,6 +127,12 @@ def _matrix(constant: StoredConstant) -> npt.NDArray[np.generic]:
     for start, columns in _panels(constant):
         matrix[:, columns] = flat[start : start + rows * len(columns)].reshape(rows, -1)
     return matrix
+
+
+def _key(constant: StoredConstant) -> _Key:
+    """By which two constants are known to hold the same matrix."""
+    matrix = _matrix(constant)
+    return matrix.shape, matrix.dtype.str, _digest(matrix)
 
 
 def _moves(source: StoredConstant, target: StoredConstant, offset: int) -> Iterator[Move]:

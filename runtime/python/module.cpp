@@ -98,6 +98,8 @@ public:
       unused_bytes_ -= block.first;
     } else {
       block.second = std::aligned_alloc(64, block.first);
+      if (!block.second)
+        throw std::bad_alloc();
     }
     used_bytes_ += block.first;
     most_used_bytes_ = std::max(most_used_bytes_, used_bytes_);
@@ -136,8 +138,6 @@ class Block {
 public:
   Block(std::shared_ptr<Blocks> owner, size_t bytes) : owner_(std::move(owner)), bytes_(bytes) {
     std::tie(data_, size_) = owner_->take(bytes);
-    if (!data_)
-      throw std::bad_alloc();
   }
   ~Block() { owner_->give_back(data_, size_); }
   Block(const Block &) = delete;
@@ -309,11 +309,10 @@ public:
   // Runs `rounds` times into the session's memory. A step that a run left out for its sizes has taken no time.
   nb::list profile(const nb::list &inputs, size_t rounds) {
     const Tensors given(inputs, false);
-    std::vector<Times> times;
-    std::vector<coda_step_cost> costs;
+    nb::list result;
     call([&](coda_error *error) {
-      times.resize(coda_model_step_count(model_));
-      costs.resize(times.size());
+      std::vector<Times> times(coda_model_step_count(model_));
+      std::vector<coda_step_cost> costs(times.size());
       for (Times &of_step : times)
         of_step.reserve(rounds);
       std::vector<coda_tensor> outputs(coda_model_output_count(model_));
@@ -323,18 +322,14 @@ public:
         code = coda_session_run(session_, given.tensors.data(), outputs.data(), error);
       }
       coda_session_set_timer(session_, nullptr, nullptr, nullptr);
-      coda_session_costs(session_, costs.data(), costs.size());
+      if (code == CODA_OK) {
+        coda_session_costs(session_, costs.data(), costs.size());
+        nb::gil_scoped_acquire acquire; // no thread waits for the mutex with the GIL
+        for (size_t i = 0; i < times.size(); i++)
+          result.append(profiled(*coda_model_step(model_, i), times[i], costs[i]));
+      }
       return code;
     });
-    nb::list result;
-    for (size_t i = 0; i < times.size(); i++) {
-      const coda_step_info *step = coda_model_step(model_, i);
-      nb::list ns;
-      for (const int64_t taken : times[i])
-        ns.append(taken);
-      result.append(nb::make_tuple(text(step->name), text(step->kernel), text(step->source), ns, costs[i].flops,
-                                   costs[i].bytes));
-    }
     return result;
   }
 
@@ -357,6 +352,13 @@ private:
 
   static void note_time(void *context, size_t step, const char *, int64_t begin_ns, int64_t end_ns) {
     static_cast<Times *>(context)[step].push_back(end_ns - begin_ns);
+  }
+
+  static nb::tuple profiled(const coda_step_info &step, const Times &times, const coda_step_cost &cost) {
+    nb::list ns;
+    for (const int64_t taken : times)
+      ns.append(taken);
+    return nb::make_tuple(text(step.name), text(step.kernel), text(step.source), ns, cost.flops, cost.bytes);
   }
 
   // (dims, data)

@@ -18,7 +18,8 @@ enum {
   CONSTRAINT = 16,
   READ = 24,
   MOVE = 32,
-  CONSTANT_ALIGNMENT = 64
+  CONSTANT_ALIGNMENT = 64,
+  MAX_OPERANDS = 1 << 24, /* of all steps: steps may share words, so that a small plan could ask for much memory */
 };
 
 #define BAD(...) coda_fail(error, CODA_ERROR_BUNDLE, "bundle's plan is invalid: " __VA_ARGS__)
@@ -276,7 +277,7 @@ static coda_code read_buffers(coda_plan *plan, const raw_tables *raw, size_t con
   return CODA_OK;
 }
 
-/* Every byte of repacked constants but the gaps between them is written by a move: there are no more than moves write. */
+/* Every byte of repacked constants but the gaps between them is written by one move: there are as many as moves write. */
 static coda_code read_moves(coda_plan *plan, const raw_tables *raw, size_t constant_bytes, coda_error *error) {
   uint64_t moved = 0;
   for (uint32_t i = 0; i < plan->move_count; i++) {
@@ -284,7 +285,7 @@ static coda_code read_moves(coda_plan *plan, const raw_tables *raw, size_t const
     plan_move *m = &plan->moves[i];
     *m = (plan_move){coda_u64(p),      coda_u64(p + 8),  coda_u32(p + 16),
                      coda_u32(p + 20), coda_u32(p + 24), coda_u32(p + 28)};
-    if (m->rows == 0 || m->row_bytes > m->from_stride || m->row_bytes > m->to_stride)
+    if (m->rows == 0 || m->row_bytes == 0 || m->row_bytes > m->from_stride || m->row_bytes > m->to_stride)
       return BAD("move %" PRIu32 " has rows that overlap, or none", i);
     const uint64_t last = m->rows - 1; /* the bytes from the first row to the end of the last one: */
     const uint64_t from = last * m->from_stride + m->row_bytes, to = last * m->to_stride + m->row_bytes;
@@ -292,7 +293,9 @@ static coda_code read_moves(coda_plan *plan, const raw_tables *raw, size_t const
       return BAD("move %" PRIu32 " reads beyond the %zu bytes of constants", i, constant_bytes);
     if (to > plan->repacked_bytes || m->to > plan->repacked_bytes - to)
       return BAD("move %" PRIu32 " writes beyond the %zu bytes of repacked constants", i, plan->repacked_bytes);
-    moved += (uint64_t)m->rows * m->row_bytes; /* at most so many times the constants' size as there are moves */
+    moved += (uint64_t)m->rows * m->row_bytes; /* cannot overflow: it is refused as soon as it is too large */
+    if (moved > plan->repacked_bytes)
+      return BAD("move %" PRIu32 " writes what another one has written", i);
   }
   uint64_t gaps = 0;
   for (uint32_t i = 0; i < plan->buffer_count; i++)
@@ -347,9 +350,10 @@ static coda_code read_step(coda_plan *plan, const raw_tables *raw, uint32_t i, c
   }
   if (phase > s->phase)
     return BAD("step '%s' has a size that is not known when it is run", s->name);
-  if (__builtin_add_overflow(plan->operand_count, s->buffer_count, &plan->operand_count) ||
-      __builtin_add_overflow(plan->int_count, s->int_count, &plan->int_count))
-    return BAD("its steps have more operands than 32 bits count");
+  if (s->buffer_count > MAX_OPERANDS - plan->operand_count || s->int_count > MAX_OPERANDS - plan->int_count)
+    return BAD("its steps have more than %d buffers or sizes", MAX_OPERANDS);
+  plan->operand_count += s->buffer_count;
+  plan->int_count += s->int_count;
   plan->max_operands = greater(plan->max_operands, s->buffer_count);
   plan->max_ints = greater(plan->max_ints, s->int_count);
   return CODA_OK;
@@ -400,8 +404,8 @@ static coda_code parse(coda_plan *plan, const uint8_t *data, size_t size, size_t
     plan->words[i] = coda_u32(raw.words + WORD * (size_t)i);
   if (read_names(&raw, raw.symbols, plan->symbol_count, plan->symbols, error) ||
       read_names(&raw, raw.kernels, plan->kernel_count, plan->kernels, error) || read_reads(plan, &raw, error) ||
-      read_exprs(plan, &raw, error) || read_tensors(plan, &raw, error) || read_buffers(plan, &raw, constant_bytes, error) ||
-      read_moves(plan, &raw, constant_bytes, error) ||
+      read_exprs(plan, &raw, error) || read_tensors(plan, &raw, error) ||
+      read_buffers(plan, &raw, constant_bytes, error) || read_moves(plan, &raw, constant_bytes, error) ||
       read_constraints(plan, &raw, error))
     return CODA_ERROR_BUNDLE;
   for (uint32_t i = 0; i < plan->step_count; i++)
