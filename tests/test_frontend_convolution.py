@@ -59,6 +59,24 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], list[Any], list[tuple[in
     ),
     "same, upper": ((6, 4, 4), {"auto_pad": "SAME_UPPER"}, ["n", 4, "t"], [(2, 4, 11)]),
     "same, lower, stride 2": ((6, 4, 3), {"auto_pad": "SAME_LOWER", "strides": [2]}, ["n", 4, 10], [(2, 4, 10)]),
+    "same, upper, strides, dynamic": (
+        (6, 3, 4, 3),
+        {"auto_pad": "SAME_UPPER", "strides": [3, 2]},
+        ["n", 3, "h", "w"],
+        [(2, 3, 9, 8), (1, 3, 10, 7), (1, 3, 11, 1)],
+    ),
+    "same, lower, strides, dynamic": (
+        (6, 3, 1, 4),
+        {"auto_pad": "SAME_LOWER", "strides": [2, 2], "dilations": [1, 1]},
+        ["n", 3, "h", "w"],
+        [(2, 3, 9, 8), (1, 3, 4, 5)],
+    ),
+    "same, 1×1, strides, dynamic": (
+        (6, 3, 1, 1),
+        {"auto_pad": "SAME_UPPER", "strides": [2, 2]},
+        ["n", 3, "h", "w"],
+        [(2, 3, 9, 8)],
+    ),
     "3×3": ((6, 3, 3, 3), {"pads": [1, 1, 1, 1]}, ["n", 3, "h", "w"], [(2, 3, 5, 6), (1, 3, 1, 1)]),
     "9×9": ((4, 3, 9, 9), {"pads": [4, 4, 4, 4]}, [1, 3, "h", "w"], [(1, 3, 5, 12)]),
     "3-D": ((4, 2, 3, 1, 2), {"pads": [1, 0, 1, 1, 0, 0], "strides": [2, 1, 1]}, [2, 2, 5, 3, 4], [(2, 2, 5, 3, 4)]),
@@ -104,6 +122,15 @@ def test_conv_in_groups_has_an_epilogue(name: str) -> None:
         assert done.error({"x": normal(*feed, seed=2)}) < 1e-6
 
 
+def test_padding_by_a_dynamic_size_in_groups() -> None:
+    """Computed from the size, and put in front of the convolution."""
+    weight = normal(6, 1, 3)
+    done = rewrite(_conv(weight, ["n", 6, "t"], group=6, auto_pad="SAME_LOWER", strides=[2]), PIPELINE)
+    assert done.ops()["GroupedConv"] == 1 and "Conv" not in done.ops()
+    for length in (1, 8, 11):
+        assert done.error({"x": normal(2, 6, length, seed=2)}) < 1e-6
+
+
 def test_squeeze_and_excite_stays_channels_last() -> None:
     """Between depthwise and 1×1 convolutions nothing is turned: not for the pooling, nor for the factors that come of it."""
     m = model(
@@ -147,7 +174,7 @@ def test_resizing_between_convolutions_stays_channels_last(mode: str) -> None:
 
 
 KEPT: dict[str, tuple[tuple[int, ...], dict[str, Any], list[Any]]] = {
-    "padding by a dynamic size": ((6, 3, 3), {"auto_pad": "SAME_UPPER", "strides": [2]}, ["n", 3, "t"]),
+    "padding that a dynamic size may clamp": ((6, 3, 2), {"auto_pad": "SAME_UPPER", "strides": [3]}, ["n", 3, "t"]),
 }
 
 

@@ -8,7 +8,7 @@ Of three ways to gather, the first that applies is taken:
 2. Patches (kernel equals stride, no padding, no dilation): a Reshape, cut to whole patches.
 3. Any other window: a ``coda.Window``, which the product's kernel does as it goes.
 
-What is not float32 keeps its own kernel in the third case, and so does padding that depends on a dynamic size.
+What is not float32 keeps its own kernel in the third case. Padding that depends on a dynamic size becomes a Pad in front.
 
 Source: ONNX operator Conv, opsets 1 to 22.
 """
@@ -39,6 +39,37 @@ class _Rows:
     rows: ir.Tensor
     taps_first: bool
     grid: list[Dim | ir.Tensor] | None = None
+
+
+@decomposition("Conv")
+def _same_of_dynamic_size(b: Builder) -> ir.Tensor | None:
+    """``auto_pad`` SAME at a stride, of a dynamic size n: ``(⌈n/stride⌉ - 1)·stride + reach - n`` zeros in front of a plain Conv.
+
+    Applies where a window is one element or reaches as far as the stride, so that there is nothing to clamp at 0.
+    """
+    kernel = ir.shape(b.node.inputs[1])[2:]
+    if not all(isinstance(k, int) for k in kernel) or window_of(b, tuple(int(k) for k in kernel)) is not None:
+        return None
+    strides, dilations = (b.attr(name, None) or [1] * len(kernel) for name in ("strides", "dilations"))
+    reaches = [d * (int(k) - 1) + 1 for d, k in zip(dilations, kernel, strict=True)]
+    if any(1 < reach < stride for reach, stride in zip(reaches, strides, strict=True)):
+        return None
+    less: list[ir.Tensor] = []
+    more: list[ir.Tensor] = []
+    for axis, (reach, stride) in enumerate(zip(reaches, strides, strict=True), 2):
+        if reach == 1:
+            less.append(b.tensor([0]))
+            more.append(b.tensor([0]))
+            continue
+        size = b("Shape", b.node.inputs[0], start=axis, end=axis + 1)
+        steps = _int64(b, "Div", _int64(b, "Add", size, stride - 1), stride)
+        total = b("Sub", _int64(b, "Add", _int64(b, "Mul", steps, stride), reach - stride), size)
+        less.append(_int64(b, "Div", total, 2))
+        more.append(b("Sub", total, less[-1]))
+    before, after = (less, more) if b.attr("auto_pad", "") == "SAME_UPPER" else (more, less)
+    pads = b("Concat", *before, *after, axis=0)
+    x = b("Pad", b.node.inputs[0], pads, 0.0, list(range(2, b.rank())))
+    return b("Conv", x, *b.node.inputs[1:], strides=strides, dilations=dilations, group=b.attr("group", 1))
 
 
 @decomposition("Conv")
@@ -75,7 +106,7 @@ def window_of(b: Builder, kernel: tuple[int, ...]) -> Window | None:
         reach = dilation * (size - 1) + 1
         if isinstance(dim, int):
             totals.append(max((-(-dim // stride) - 1) * stride + reach - dim, 0))
-        elif stride == 1:
+        elif stride == 1 or reach == 1:
             totals.append(reach - 1)
         else:
             return None
