@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -44,11 +45,16 @@ def main(bundle: str) -> None:
     Console().print(table)
 
 
-if __name__ == "__main__":
+def with_bundle(run: Callable[[str], None]) -> None:
+    """Calls ``run`` with the bundle that the command line names, or with one that is made for it."""
     if len(sys.argv) > 1:
-        main(sys.argv[1])
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            built = str(Path(folder) / "minilm.coda")
-            coda_edge.optimize(minilm.path()).save(built)
-            main(built)
+        run(sys.argv[1])
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        built = str(Path(folder) / "minilm.coda")
+        coda_edge.optimize(minilm.path()).save(built)
+        run(built)
+
+
+if __name__ == "__main__":
+    with_bundle(main)

@@ -6,11 +6,8 @@ disturbs a run makes it longer. The smallest model is one addition of one number
 
 from __future__ import annotations
 
-import sys
-import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +18,8 @@ from rich.table import Table
 
 import coda_edge
 from models import minilm
+
+from .minilm import with_bundle
 
 ROUNDS = 40
 LENGTHS = (32, 128)
@@ -64,10 +63,4 @@ def main(bundle: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(sys.argv[1])
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            built = str(Path(folder) / "minilm.coda")
-            coda_edge.optimize(minilm.path()).save(built)
-            main(built)
+    with_bundle(main)

@@ -64,6 +64,7 @@ def command(
 
     if bool(tracker) != bool(key):
         raise click.UsageError("--tracker and --key go together: where the tracker is, and which device of it")
+    _read(database)
     device = tracked_device(tracker, key) if tracker and key else None
     bar: Bar = ctx.meta["progress"]
     with bar() as advance:
@@ -113,6 +114,7 @@ def tune_for(
     from .targets import get_all
     from .tune import tune
 
+    _read(database)
     chosen = get_all(target)
     here = [one for one in chosen if not one.missing()] or chosen[:1]
     for one in here:
@@ -120,6 +122,7 @@ def tune_for(
 
 
 def _read(database: Path | None) -> Database:
+    """The file ``database``, or else the user's; raises FileError if it is there and cannot be read."""
     from .schedule import Database, default_path
 
     path = database or default_path()

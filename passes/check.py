@@ -7,7 +7,7 @@ import onnx_graphsurgeon as gs
 from coda_edge.epilogue.program import EpilogueProgram
 from coda_edge.errors import CodaError, VerificationError
 from coda_edge.ir import DOMAIN, Tensor, shape
-from coda_edge.symbolic import same
+from coda_edge.symbolic import same, simplify
 from coda_edge.window import rows_shape
 
 
@@ -68,14 +68,15 @@ def _check_epilogue(node: gs.Node, what: str) -> None:
 
 
 def _check_window(node: gs.Node, what: str) -> None:
-    if node.op != "Gemm" or "window" not in node.attrs:
+    if "window" not in node.attrs:
         return
     try:
         rows = rows_shape(shape(node.inputs[0]), node.attrs["window"])
     except CodaError as e:
         raise _error(what, node, f"its rows are no windows: {e}") from e
-    if not same(rows[-1], shape(node.inputs[1])[0]):
-        raise _error(what, node, f"its windows have {rows[-1]} elements, its weights {shape(node.inputs[1])[0]} rows")
+    expected = simplify(shape(node.inputs[1])[0] * int(node.attrs.get("group", 1)))
+    if not same(rows[-1], expected):
+        raise _error(what, node, f"its windows have {rows[-1]} elements, its weights are for {expected}")
 
 
 def _check_order(graph: gs.Graph, waiting: dict[int, set[int]], what: str) -> None:

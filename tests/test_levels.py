@@ -298,5 +298,9 @@ def test_lists_of_targets() -> None:
     assert targets.ranked(targets.get_all("x86-64")) == ["x86-64-v2", "x86-64-v3", "x86-64-v4"]
     with pytest.raises(TargetError, match="unknown target 'x87'"):
         targets.get_all("x86-64-v3,x87")
+    with pytest.raises(TargetError, match="'x86-64-v3,' names no target in one place"):
+        targets.get_all("x86-64-v3,")
+    with pytest.raises(TargetError, match="one is needed here, not a list"):
+        targets.get("x86-64-v3,x86-64-v4")
     with pytest.raises(TargetError, match="x86-64 stands for x86-64-v3, x86-64-v2, x86-64-v4, of which one is needed"):
         targets.get("x86-64")

@@ -250,6 +250,17 @@ def test_what_cannot_be_is_said(tmp_path: Path, words: list[str], reason: str) -
     assert not (tmp_path / "db").exists()
 
 
+@pytest.mark.parametrize("command", [["tune"], ["optimize", "--tune", "9"], ["optimize"]], ids=" ".join)
+def test_a_database_that_cannot_be_read(tmp_path: Path, command: list[str]) -> None:
+    """It is refused before anything is measured."""
+    source = tmp_path / "m.onnx"
+    onnx.save(_product(), source)
+    result = CliRunner().invoke(cli.main, [*command, str(source), "--database", str(tmp_path)])
+    assert result.exit_code == 1
+    assert f"FileError: {tmp_path}: the database of schedules cannot be read" in result.output
+    assert not (tmp_path / "m.coda").exists()
+
+
 def test_a_bundle_is_not_tuned(tmp_path: Path) -> None:
     bundle = tmp_path / "m.coda"
     bundle.write_bytes(b"")

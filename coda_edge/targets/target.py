@@ -98,7 +98,12 @@ def names() -> tuple[str, ...]:
 def get_all(text: str) -> tuple[Target, ...]:
     """The targets of a comma-separated list of names and groups, each once, in that order. Raises TargetError as ``get`` does."""
     known = groups()
-    wanted = [name for part in text.split(",") for name in known.get(part.strip(), (part.strip(),))]
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise TargetError(
+            f"'{text}' names no target in one place: expected a name, or names with one comma between two"
+        )
+    wanted = [name for part in parts for name in known.get(part, (part,))]
     return tuple({target.name: target for target in map(get, wanted)}.values())
 
 
@@ -113,11 +118,11 @@ def get(name: str = NATIVE) -> Target:
     known = targets()
     if name != NATIVE:
         if name not in known:
-            held = (
-                f"; {name} stands for {', '.join(groups()[name])}, of which one is needed here"
-                if name in groups()
-                else ""
-            )
+            held = ""
+            if name in groups():
+                held = f"; {name} stands for {', '.join(groups()[name])}, of which one is needed here"
+            elif "," in name:
+                held = "; one is needed here, not a list"
             raise TargetError(f"unknown target '{name}': choose one of {', '.join(names())}{held}")
         return known[name]
     present = cpu_features()

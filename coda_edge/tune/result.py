@@ -61,6 +61,10 @@ class Tuned:
             best = _difference(o.chosen.schedule, o.case.space[0]) if o.changed else "the same"
             table.add_row(_name(o.case.problem), str(o.case.count), _text(o.case.space[0]), best, gain, rates)
         console.print(table)
+        if not self.outcomes and not self.known:
+            console.print(
+                "no kernel was measured: the model has none with a choice of schedules, or more seconds are needed"
+            )
         if self.known:
             console.print(f"{len(self.known)} kernels were known already: {', '.join(map(_name, self.known))}")
         for note in (*self.notes, *(f for o in self.outcomes for f in o.failed)):
