@@ -14,7 +14,7 @@ from .gemm_layout import scaled
 from .gemm_rows import MatrixRows, PackedRows, WindowRows
 from .gemm_rows import Rows as LeftRows
 from .gemm_shape import GemmShape
-from .gemm_tile import Part, Tile, TileRows
+from .gemm_tile import Part, Source, Tile, TileRows
 from .gemv import few_rows, write_few_rows
 from .statistics import Panels
 from .weights import PackedWeight
@@ -78,10 +78,11 @@ class Kernel:
             begin = body.let(group * self.schedule.panels, "begin")
             end = body.let(tirx.min(begin + self.schedule.panels, index(shape.panels)), "end")
             if shape.rows_outer:
-                self._tiles(first, last, lambda rows: self._over_panels(begin, end, partial(self._whole_tile, rows)))
+                self._tiles(first, last, lambda rows, _: self._over_panels(begin, end, partial(self._whole_tile, rows)))
             elif shape.format.converts:
                 with body.when(last - first > index(self.schedule.rows)):
-                    self._parts(begin, end, first, last, converted=True)
+                    source = Source.SCRATCH if shape.format.ahead else Source.CONVERTED
+                    self._parts(begin, end, first, last, source)
                 with body.when(last - first <= index(self.schedule.rows)):
                     rows = self._one_tile(first, last)
                     self._over_panels(begin, end, partial(self._whole_tile, rows))
@@ -149,15 +150,18 @@ class Kernel:
             with body.when(end > index(whole)):
                 write(index(whole), shape.columns(rest))
 
-    def _parts(self, begin: Expr, end: Expr, first: Expr, last: Expr, converted: bool = False) -> None:
-        """For each part of K all panels of an item; with several parts, accumulators wait in scratch for the next one."""
+    def _parts(self, begin: Expr, end: Expr, first: Expr, last: Expr, source: Source = Source.STORED) -> None:
+        """For each part of K all panels of an item; with several parts, accumulators wait in scratch for the next one.
+
+        ``source``: of the first tile of a panel.
+        """
         parts, size = self.shape.parts, self.shape.part_size
 
         def write(part: Part) -> None:
             def tiles(panel: Expr, columns: Columns) -> None:
-                if converted:
+                if source is Source.SCRATCH:
                     self._convert(panel, columns, part)
-                self._tiles(first, last, lambda rows: Tile(self, panel, columns, rows, converted, part).write())
+                self._tiles(first, last, lambda rows, of: Tile(self, panel, columns, rows, of, part).write(), source)
 
             self._over_panels(begin, end, tiles)
 
@@ -180,20 +184,37 @@ class Kernel:
     def _convert(self, panel: Expr, columns: Columns, part: Part) -> None:
         """A part of the panel in float32, to scratch."""
         weights = self.weight.panel(self.body, panel, self.schedule.width, columns.width)
-        with self.body.loop(0, part.size if self.shape.parts > 1 else self.shape.k, "k") as step:
+        fields = self.shape.format.rows_per_element
+        elements, rest = divmod(part.size if self.shape.parts > 1 else self.shape.k, fields)
+
+        def row(step: Expr) -> None:
             for at in range(0, columns.width, self.schedule.lanes):
-                count = min(self.schedule.lanes, columns.width - at)
-                value = weights.load(part.start + step, at, count)
+                value = weights.load(part.start + step, at, min(self.schedule.lanes, columns.width - at))
                 self.body.store(self.scratch, step * columns.width + (self.shape.converted_at + at), value)
 
-    def _tiles(self, first: Expr, last: Expr, write: Callable[[TileRows], None]) -> None:
-        """Whole tiles of an item's rows, and one of fewer rows for what is left over."""
+        with self.body.loop(0, elements, "element") as element:
+            for field in range(fields):
+                row(element * fields + field)
+        for field in range(rest):
+            row(index(elements * fields + field))
+
+    def _tiles(
+        self, first: Expr, last: Expr, write: Callable[[TileRows, Source], None], source: Source = Source.STORED
+    ) -> None:
+        """Whole tiles of an item's rows, and one of fewer rows for what is left over. ``source``: of the first one.
+
+        That one is a whole tile if it converts.
+        """
         body, height = self.body, self.schedule.rows
         whole = body.let(tirx.floordiv(last - first, index(height)), "whole")
         count = body.let(tirx.max(tirx.floordiv(last - first + (height - 1), index(height)), index(1)), "tiles")
-        with body.loop(0, whole, "tile") as tile:
+        converts = source is Source.CONVERTED
+        if converts:
+            write(TileRows(index(0), count, first, [first + i for i in range(height)]), source)
+            source = Source.SCRATCH
+        with body.loop(int(converts), whole, "tile") as tile:
             row = body.let(first + tile * height, "row")
-            write(TileRows(tile, count, first, [row + i for i in range(height)]))
+            write(TileRows(tile, count, first, [row + i for i in range(height)]), source)
         row = body.let(first + whole * height, "row")
         left = body.let(last - row, "left")
         least = 0
@@ -202,7 +223,7 @@ class Kernel:
                 known = [row + i for i in range(least + 1)]
                 clamped = [body.let(tirx.min(row + i, last - 1), "row") for i in range(least + 1, tail)]
                 valid = [None] * len(known) + [row + i < last for i in range(least + 1, tail)]
-                write(TileRows(whole, count, first, [*known, *clamped], valid))
+                write(TileRows(whole, count, first, [*known, *clamped], valid), source)
             least = tail
 
     def _merge_rows(self, at: Expr, count: int) -> None:

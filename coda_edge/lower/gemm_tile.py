@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,6 +59,14 @@ class Part:
     last: bool = True
 
 
+class Source(Enum):
+    """Where a tile has its weights from: the panel as it is stored, that while float32 is left in scratch, or scratch."""
+
+    STORED = auto()
+    CONVERTED = auto()
+    SCRATCH = auto()
+
+
 def pieces(columns: Columns) -> list[tuple[Place, int, int]]:
     """The vectors of a row of a panel: place, offset in the panel, lanes."""
     size = columns.width >> columns.depth
@@ -67,7 +76,7 @@ def pieces(columns: Columns) -> list[tuple[Place, int, int]]:
 
 
 class Tile:
-    """One register tile: its K loop and its epilogue. ``converted``: the panel is in scratch."""
+    """One register tile: its K loop and its epilogue."""
 
     def __init__(
         self,
@@ -75,7 +84,7 @@ class Tile:
         panel: Expr,
         columns: Columns,
         rows: TileRows,
-        converted: bool = False,
+        source: Source = Source.STORED,
         part: Part | None = None,
     ) -> None:
         self.kernel = kernel
@@ -85,7 +94,7 @@ class Tile:
         self.columns = columns
         self.place = rows
         self.rows = rows.rows
-        self.converted = converted
+        self.source = source
         self.part = part or Part(0, 0, kernel.left.run)
         self.acc: dict[Place, Buffer] = {}
         self.batches: list[tuple[Expr, Expr]] = []
@@ -140,6 +149,9 @@ class Tile:
         sure = self.place.sure
         starts = [*(left.starts(self.rows[:sure], True) if sure else ()), *left.starts(self.rows[sure:], False)]
         blocks, rest = divmod(part.size, schedule.stride)
+        # Which field of a word has a row's weights is then known as the kernel is written.
+        fields = 1 if self.source is Source.SCRATCH else self.shape.format.rows_per_element
+        unroll = max(schedule.unroll, fields)
         with left.runs() as (run, distance):
             origin: Index = part.start
             if left.count > 1:
@@ -147,8 +159,9 @@ class Tile:
                 starts = [body.let(start + distance, "run_start") for start in starts]
 
             def step(at: Expr) -> None:
-                row = at if self.converted and left.count == 1 else origin + at
-                weights = [body.let(self._weights(panel, row, offset, n), "w") for _, offset, n in self._pieces()]
+                row = origin + at
+                place = row if left.count > 1 else at
+                weights = [self._weights(panel, row, place, offset, n) for _, offset, n in self._pieces()]
                 a_step = (at if left.count > 1 else origin + at) * left.stride
                 for i, start in enumerate(starts):
                     a = body.let(load(left.buffer, start + a_step), "a")
@@ -157,12 +170,12 @@ class Tile:
                         body.store(acc, 0, load(acc, 0, n) + widen(a, n) * w)
 
             def steps(start: Index, count: int) -> None:
-                whole, single = divmod(count, schedule.unroll)
+                whole, single = divmod(count, unroll)
                 with body.loop(0, whole, "k") as group:
-                    for i in range(schedule.unroll):
-                        step(start + group * schedule.unroll + i)
+                    for i in range(unroll):
+                        step(start + group * unroll + i)
                 for i in range(single):
-                    step(index(start + whole * schedule.unroll + i))
+                    step(index(start + whole * unroll + i))
 
             if blocks and schedule.prefetch and part.size:
                 full = self.shape.part_size if self.shape.parts > 1 else left.run
@@ -175,12 +188,15 @@ class Tile:
             else:
                 steps(0, part.size)
 
-    def _weights(self, panel: WeightPanel, step: Expr, offset: int, count: int) -> Expr:
-        """``count`` weights of row ``step`` of the panel, of the part that was converted if one was, from its column ``offset`` on."""
-        if self.converted:
-            at = step * self.columns.width + (self.shape.converted_at + offset)
-            return load(self.kernel.scratch, at, count)
-        return panel.load(step, offset, count)
+    def _weights(self, panel: WeightPanel, step: Expr, place: Expr, offset: int, count: int) -> Expr:
+        """``count`` weights of row ``step`` of the panel from its column ``offset`` on; in scratch it is row ``place``."""
+        at = place * self.columns.width + (self.shape.converted_at + offset)
+        if self.source is Source.SCRATCH:
+            return self.body.let(load(self.kernel.scratch, at, count), "w")
+        weights = self.body.let(panel.load(step, offset, count), "w")
+        if self.source is Source.CONVERTED:
+            self.body.store(self.kernel.scratch, at, weights)
+        return weights
 
     def _prefetch(self, panel_start: Expr, step: Expr) -> None:
         """The ``step``-th share of the next panel's cache lines: so many that all tiles together ask for all."""

@@ -1,8 +1,8 @@
 """How a GEMM's weights lie in panels, and how a kernel makes float32 of what is stored.
 
 W is packed into panels of ``width`` columns, each ``[K, width]``, the column classes apart in each; the last panel is as narrow as what
-is left. A format that is not float32 is converted as it is read: a block of rows that is one tile converts in registers, any other one
-has the panel converted to scratch once, ahead of its tiles.
+is left. A format that is not float32 is converted as it is read: a block of rows that is one tile converts in registers; of any other one the
+first tile leaves float32 in scratch for the others, or the panel is converted ahead of all.
 
 Whole numbers of 4 bits lie eight rows to a uint32, the first in the lowest bits, so that a vector of words has one row's columns in each of
 its eight fields and no lane ever moves. Factors and zero points of blocks of rows lie panel by panel too, each ``[groups, width]``.
@@ -61,6 +61,11 @@ class WeightFormat:
     def converts(self) -> bool:
         """Whether the panels are not what the multiplication reads."""
         return self != PLAIN
+
+    @property
+    def ahead(self) -> bool:
+        """Whether panels are converted ahead of tiles: a tile's registers have no room for words and multiplies besides."""
+        return self.rows_per_element > 1
 
     @property
     def bits(self) -> int:
