@@ -251,7 +251,7 @@ class WindowRows:
         ]
         blocks = [tirx.Var(name, "int64") for name in ("lines", "parts", "part", "tall", "wide")]
         self._lines, self._parts, self._part, self._tall, self._wide = blocks
-        self.params = [*itertools.chain(*self._spatial), *blocks]
+        self.params: Sequence[Expr] = [*itertools.chain(*self._spatial), *blocks]
         self._first_line = self._first_column = self._end_line = index(0)
 
     def block(self, number: Expr) -> tuple[Expr, Expr]:
