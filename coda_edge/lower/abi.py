@@ -192,9 +192,9 @@ def _pipeline(
 ) -> tuple[tvm.transform.Pass, Callable[[], tvm.transform.Pass], Callable[[], tvm.transform.Pass]]:
     """TVM's default CPU lowering, with the steps that only other devices need left out and our ABI in place of its own.
 
-    Kernels' buffers have one axis, so that none has to be flattened, which for a large kernel would take a third of the time.
     Its analysis writes every bound value out at each use, which can grow without limit, and folds ``(x + c) - c`` of floats to
-    ``x``: kernels keep such values in stack buffers, which it leaves alone. ``float16``: whether the processor converts it.
+    ``x``: kernels keep such values in stack buffers, which it leaves alone. Buffers have one axis, so that none has to be flattened,
+    which for a large kernel would take a third of the time. ``float16``: whether the processor converts it.
     """
     passes = [
         tirx.transform.VectorizeLoop(True),
