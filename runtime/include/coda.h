@@ -13,8 +13,8 @@
  * Errors: a function that can fail returns a code, and writes code and message into `error` unless that is NULL. After
  * a failure the object may be used on; only the call failed. The library never exits, and prints nothing.
  *
- * Memory: `coda_session_run` allocates nothing when it meets a shape that it has met before. Where data decides sizes, it
- * allocates as well when one is larger than ever before.
+ * Memory: `coda_session_run` allocates nothing when it meets a shape that it has met before. Where data decides sizes,
+ * it allocates as well when one is larger than ever before.
  */
 #ifndef CODA_H
 #define CODA_H
@@ -119,7 +119,7 @@ typedef struct coda_allocator {
 
 typedef struct coda_model_options {
   size_t size; /* sizeof(coda_model_options): tells which fields the caller knows */
-  const char *target; /* of the targets that the bundle holds kernels for, the one to use; NULL: the best that runs here */
+  const char *target; /* which one of those that the bundle holds kernels for; NULL: the best that runs here */
 } coda_model_options;
 
 typedef struct coda_session_options {
@@ -201,7 +201,7 @@ CODA_API void coda_session_free(coda_session *session);
 
 CODA_API int32_t coda_session_threads(const coda_session *session);
 
-/* Begins the sequence of random numbers anew: what the runs that follow draw depends on `seed` and their number alone. */
+/* Begins the sequence of random numbers anew: what later runs draw depends on `seed` and their number alone. */
 CODA_API coda_code coda_session_seed(coda_session *session, uint64_t seed, coda_error *error);
 
 /* The outputs' types and dimensions for these inputs, without running: fills dtype, rank, dims and bytes of each
@@ -213,18 +213,18 @@ CODA_API coda_code coda_session_shapes(coda_session *session, const coda_tensor 
 /* Runs the model. `inputs` and `outputs` are in the model's order, one for each input and output.
  * An output with data is written there; its `bytes` must suffice, and it may overlap no other tensor. An output whose
  * data is NULL is set to memory of the session, which is valid until the next run or the session's end.
- * dtype, rank, dims and bytes of every output are filled. Where data decides an output's dimensions, only the run itself
- * can tell whether memory that was given suffices: with CODA_ERROR_SHAPE it does not. */
+ * dtype, rank, dims and bytes of every output are filled. Where data decides an output's dimensions, only the run
+ * itself can tell whether memory that was given suffices: with CODA_ERROR_SHAPE it does not. */
 CODA_API coda_code coda_session_run(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs,
                                     coda_error *error);
 
-/* Has the runs that follow call `timer` after each step, in the thread that runs the session, with `context`. NULL, as at
- * first: no step is timed. The timer must not use the session. */
+/* Has the runs that follow call `timer` after each step, in the thread that runs the session, with `context`. NULL, as
+ * at first: no step is timed. The timer must not use the session. */
 CODA_API coda_code coda_session_set_timer(coda_session *session, coda_step_timer timer, void *context,
                                           coda_error *error);
 
-/* The cost of each step of the last run, in order, into costs[0, capacity); returns how many there are: 0 before the first
- * run. */
+/* The cost of each step of the last run, in order, into costs[0, capacity); returns how many there are: 0 before the
+ * first run. */
 CODA_API size_t coda_session_costs(const coda_session *session, coda_step_cost *costs, size_t capacity);
 
 /* Size `index` that data decided in the last run, and its name in the model's shapes ("frames"); returns 0, or -1 when

@@ -45,8 +45,8 @@ static coda_code check_header(const uint8_t *data, size_t size, coda_bundle *bun
   const uint32_t sections = coda_u32(data + 12), of_levels = sections - KINDS_OF_FILE;
   bundle->level_count = of_levels / KINDS_OF_LEVEL;
   if (sections < KINDS || of_levels % KINDS_OF_LEVEL != 0 || bundle->level_count > CODA_MAX_LEVELS)
-    return BAD("bundle has %" PRIu32 " sections, expected %d and %d for each of 1 to %d levels", sections, KINDS_OF_FILE,
-               KINDS_OF_LEVEL, CODA_MAX_LEVELS);
+    return BAD("bundle has %" PRIu32 " sections, expected %d and %d for each of 1 to %d levels", sections,
+               KINDS_OF_FILE, KINDS_OF_LEVEL, CODA_MAX_LEVELS);
   const size_t table_end = PREFIX + ENTRY * (size_t)sections;
   *end = table_end + CODA_SHA256_BYTES;
   if (size < *end)

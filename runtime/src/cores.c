@@ -1,4 +1,5 @@
-/* How many threads this process can run at once: the physical cores of its affinity, less what its control group's quota leaves. */
+/* How many threads this process can run at once: the physical cores of its affinity, less what its control group's
+ * quota leaves. */
 #include "cores.h"
 
 #include <stdbool.h>
@@ -76,7 +77,8 @@ static int within_quota(int cores, const char *folder) {
   return allowed < cores ? (int)allowed : cores;
 }
 
-/* A limit may stand on any ancestor of the group; in a container the group's own path may not be there, but its root is. */
+/* A limit may stand on any ancestor of the group; in a container the group's own path may not be there, but its root
+ * is. */
 static int within_quotas(int cores, const char *root, const char *hierarchy, const char *group) {
   char folder[PATH];
   const int length = snprintf(folder, sizeof folder, "%s/sys/fs/cgroup%s%s", root, hierarchy, group);

@@ -4,8 +4,8 @@
 
 #include <sched.h>
 
-/* The physical cores among `cpus`, or fewer where the quota of a control group is less. The system's files are read below
- * `root`, which is empty but in tests. At least 1. */
+/* The physical cores among `cpus`, or fewer where the quota of a control group is less. The system's files are read
+ * below `root`, which is empty but in tests. At least 1. */
 int coda_cores(const cpu_set_t *cpus, const char *root);
 
 #endif

@@ -81,7 +81,8 @@ enum { WORDS = 1 };
 
 static const feature FEATURES[] = {
 #ifdef __arm__
-    {"neon", 0, 12, 0}, {"vfpv4", 0, 16, 0},
+    {"neon", 0, 12, 0},
+    {"vfpv4", 0, 16, 0},
 #else
     {"m", 0, 'm' - 'a', 0}, {"a", 0, 'a' - 'a', 0}, {"f", 0, 'f' - 'a', 0},
     {"d", 0, 'd' - 'a', 0}, {"c", 0, 'c' - 'a', 0}, {"v", 0, 'v' - 'a', 0},

@@ -130,7 +130,8 @@ static coda_code broken(const coda_layout *layout, const coda_plan *plan, const 
                    right_text, right, c->text);
 }
 
-static coda_code check_constraints(const coda_layout *layout, const coda_plan *plan, uint32_t phase, coda_error *error) {
+static coda_code check_constraints(const coda_layout *layout, const coda_plan *plan, uint32_t phase,
+                                   coda_error *error) {
   for (uint32_t i = 0; i < plan->constraint_count; i++) {
     const plan_constraint *c = &plan->constraints[i];
     if (c->phase != phase)

@@ -1,5 +1,5 @@
-/* A plan at one set of input shapes: every size a number, every arena buffer at its offset. Where data decides sizes, it is
- * laid out phase by phase, and holds each phase for the data that it saw last. */
+/* A plan at one set of input shapes: every size a number, every arena buffer at its offset. Where data decides sizes,
+ * it is laid out phase by phase, and holds each phase for the data that it saw last. */
 #ifndef CODA_LAYOUT_H
 #define CODA_LAYOUT_H
 
@@ -37,12 +37,13 @@ coda_code coda_layout_check_types(const coda_plan *plan, const coda_tensor *inpu
 /* Whether the layout is for inputs of these dimensions. */
 int coda_layout_matches(const coda_layout *layout, const coda_plan *plan, const coda_tensor *inputs);
 
-/* Lays the first phase out for these inputs; `order` is working memory of 2 x buffers. On failure the layout holds nothing. */
+/* Lays the first phase out for these inputs; `order` is working memory of 2 x buffers. On failure the layout holds
+ * nothing. */
 coda_code coda_layout_make(coda_layout *layout, const coda_plan *plan, const coda_tensor *inputs, uint32_t *order,
                            coda_error *error);
 
-/* Reads the sizes that begin `phase`, 1 or later, and lays the phase out unless it is laid out for them already. On failure
- * the phases before stay as they are. */
+/* Reads the sizes that begin `phase`, 1 or later, and lays the phase out unless it is laid out for them already. On
+ * failure the phases before stay as they are. */
 coda_code coda_layout_continue(coda_layout *layout, const coda_plan *plan, uint32_t phase, const coda_tensor *inputs,
                                const coda_tensor *outputs, uint32_t *order, coda_error *error);
 

@@ -125,8 +125,8 @@ static coda_code load(coda_model *model, const char *target, coda_error *error) 
   if (!code)
     code = choose_level(model, target, error);
   if (!code)
-    code = coda_plan_parse(&model->plan, model->level->plan.data, model->level->plan.size,
-                           model->bundle.constants.size, error);
+    code = coda_plan_parse(&model->plan, model->level->plan.data, model->level->plan.size, model->bundle.constants.size,
+                           error);
   if (!code && model->plan.kernel_count) /* a plan of no steps has no library either */
     code = coda_library_open(&model->library, &model->level->library, error);
   if (!code)

@@ -34,8 +34,8 @@ typedef struct {
 static coda_code locate(coda_plan *plan, raw_tables *raw, const uint8_t *data, size_t size, coda_error *error) {
   if (size < HEADER)
     return BAD("it has %zu bytes, its header alone needs %d", size, HEADER);
-  uint32_t *const counts[] = {&plan->symbol_count, &plan->expr_count,      &plan->input_count, &plan->output_count,
-                              &plan->buffer_count, &plan->kernel_count,    &plan->step_count,  &plan->word_count,
+  uint32_t *const counts[] = {&plan->symbol_count, &plan->expr_count,       &plan->input_count, &plan->output_count,
+                              &plan->buffer_count, &plan->kernel_count,     &plan->step_count,  &plan->word_count,
                               &raw->string_bytes,  &plan->constraint_count, &plan->read_count,  &plan->move_count};
   for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
     *counts[i] = coda_u32(data + 4 * i);
@@ -277,7 +277,8 @@ static coda_code read_buffers(coda_plan *plan, const raw_tables *raw, size_t con
   return CODA_OK;
 }
 
-/* Every byte of repacked constants but the gaps between them is written by one move: there are as many as moves write. */
+/* Every byte of repacked constants but the gaps between them is written by one move: there are as many as moves write.
+ */
 static coda_code read_moves(coda_plan *plan, const raw_tables *raw, size_t constant_bytes, coda_error *error) {
   uint64_t moved = 0;
   for (uint32_t i = 0; i < plan->move_count; i++) {

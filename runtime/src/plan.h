@@ -20,8 +20,8 @@ typedef enum {
   EXPR_OPS
 } expr_op;
 
-/* A plan whose sizes follow from the inputs' shapes has one phase. Where data decides a size, a new phase begins with the
- * first step that comes after it is read: an entry's phase is the first in which it is known. */
+/* A plan whose sizes follow from the inputs' shapes has one phase. Where data decides a size, a new phase begins with
+ * the first step that comes after it is read: an entry's phase is the first in which it is known. */
 enum { NEVER = 0xffffffffu }; /* the phase of an entry that is no size */
 
 typedef struct {

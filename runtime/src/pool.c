@@ -1,10 +1,10 @@
 /* A fork-join pool in which the caller waits for items, not for workers.
  *
- * A loop is cut into chunks, and each thread has a range of them in a 64-bit word (generation, next, end). A thread takes
- * its own in order, so that what it reads follows on what it read before, and when they are gone those of the others, in
- * order too. Taking is a compare-and-swap, so that a late worker can never touch a loop that is over, and a worker that
- * the system has not scheduled costs nothing: the others take its chunks. An odd generation is closed while the caller
- * writes the next loop.
+ * A loop is cut into chunks, and each thread has a range of them in a 64-bit word (generation, next, end). A thread
+ * takes its own in order, so that what it reads follows on what it read before, and when they are gone those of the
+ * others, in order too. Taking is a compare-and-swap, so that a late worker can never touch a loop that is over, and a
+ * worker that the system has not scheduled costs nothing: the others take its chunks. An odd generation is closed while
+ * the caller writes the next loop.
  *
  * A loop is cut by its cost: into so many chunks that a late thread's can be taken by others, but none so small that it
  * costs more to hand over than to do. Workers spin between the loops of a run and for a while after it, and then sleep;

@@ -14,13 +14,14 @@ coda_pool *coda_pool_create(int threads, int64_t spin_us, const coda_allocator *
 
 void coda_pool_free(coda_pool *pool, const coda_allocator *allocator);
 
-/* Between these two, loops follow each other closely: sleeping workers come up while the caller prepares the first one, and
- * spin on between them. */
+/* Between these two, loops follow each other closely: sleeping workers come up while the caller prepares the first one,
+ * and spin on between them. */
 void coda_pool_begin(coda_pool *pool);
 void coda_pool_end(coda_pool *pool);
 
-/* Calls `run` on pieces that are multiples of `grain` and together cover [0, items). `cost_ns`: about how long one thread
- * would take for all; a loop that costs little is done by the caller alone. Returns 0, or the code of a piece that failed. */
+/* Calls `run` on pieces that are multiples of `grain` and together cover [0, items). `cost_ns`: about how long one
+ * thread would take for all; a loop that costs little is done by the caller alone. Returns 0, or the code of a piece
+ * that failed. */
 int32_t coda_pool_for(coda_pool *pool, int64_t items, int64_t grain, int64_t cost_ns, coda_chunk run, void *context);
 
 #endif

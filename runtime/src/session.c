@@ -336,8 +336,8 @@ static coda_code reserve(coda_session *session, coda_layout *layout, uint32_t ph
   bool fits = true;
   for (uint32_t i = 0; i < plan->output_count; i++)
     if (!outputs[i].data && plan->outputs[i].phase == phase) /* one byte more: an empty output has an address too */
-      fits = fits && !__builtin_add_overflow(
-                         owned, padded((size_t)layout->tensor_bytes[plan->input_count + i] + 1), &owned);
+      fits = fits &&
+             !__builtin_add_overflow(owned, padded((size_t)layout->tensor_bytes[plan->input_count + i] + 1), &owned);
   const size_t stride = padded(layout->scratch_bytes + 1);
   if (stride > session->scratch_stride)
     session->scratch_stride = stride;
@@ -423,8 +423,8 @@ static coda_code step_failed(const plan_step *step, int32_t result, coda_error *
                    step->source);
 }
 
-/* About how long a step takes one thread: only the order of magnitude matters. A core does some 64 operations and moves some
- * 16 bytes a nanosecond. */
+/* About how long a step takes one thread: only the order of magnitude matters. A core does some 64 operations and moves
+ * some 16 bytes a nanosecond. */
 static int64_t cost_ns(const coda_layout *layout, const plan_step *step) {
   return layout->values[step->flops] / 64 + layout->values[step->bytes] / 16;
 }
@@ -493,8 +493,8 @@ size_t coda_session_costs(const coda_session *session, coda_step_cost *costs, si
   if (!session->last)
     return 0;
   for (uint32_t i = 0; i < plan->step_count && i < capacity; i++)
-    costs[i] = (coda_step_cost){session->last->values[plan->steps[i].flops],
-                                session->last->values[plan->steps[i].bytes]};
+    costs[i] =
+        (coda_step_cost){session->last->values[plan->steps[i].flops], session->last->values[plan->steps[i].bytes]};
   return plan->step_count;
 }
 
