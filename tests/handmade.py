@@ -293,9 +293,9 @@ def level(target: str, features: tuple[str, ...], panel: int, library: bytes | N
     )
 
 
-def levels() -> Bundle:
+def levels(library: bytes | None = None) -> Bundle:
     """The encoder for three targets: panels of 4, 3 and 5 columns. What is stored is that of ``middle``."""
-    parts = [level("middle", (), 3), level("least", (), 4), level("most", (), 5)]
+    parts = [level(name, (), panel, library) for name, panel in (("middle", 3), ("least", 4), ("most", 5))]
     return combine(parts, ["least", "middle", "most"], {"producer": "handmade"})
 
 

@@ -209,9 +209,13 @@ def test_cross_build(name: str, tmp_path: Path) -> None:
     command = [*_kernel_compiler(machine.triple), "-nostdlib", "k.c", "-lcompiler_rt", "-s", "-o", "k.so"]
     subprocess.run(command, cwd=tmp_path, check=True)
     library = (tmp_path / "k.so").read_bytes()
-    bundles = {"encoder.coda": handmade.encoder(), "places.coda": handmade.places()}
-    for name, plan in bundles.items():
-        writer.write(plan.bundle(library=library), tmp_path / name)
+    bundles = {
+        "encoder.coda": handmade.encoder().bundle(library=library),
+        "places.coda": handmade.places().bundle(library=library),
+        "levels.coda": handmade.levels(library=library),
+    }
+    for name, bundle in bundles.items():
+        writer.write(bundle, tmp_path / name)
     command = machine.command(tmp_path / "runtime/check", *(tmp_path / name for name in bundles))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "0 failures\n"), done.stdout + done.stderr

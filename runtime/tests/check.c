@@ -55,9 +55,15 @@ void free(void *data) {
   __libc_free(data);
 }
 
+#ifdef SYS_mmap2 /* counts in units of 4096 bytes, on machines of 32 bits */
+enum { MAP_CALL = SYS_mmap2, MAP_UNIT = 4096 };
+#else
+enum { MAP_CALL = SYS_mmap, MAP_UNIT = 1 };
+#endif
+
 void *mmap(void *address, size_t size, int protection, int flags, int file, off_t offset) {
   allocations++;
-  return (void *)syscall(SYS_mmap, address, size, protection, flags, file, offset);
+  return (void *)syscall(MAP_CALL, address, size, protection, flags, file, offset / MAP_UNIT);
 }
 
 int munmap(void *address, size_t size) {
