@@ -69,7 +69,7 @@ class Library:
 
 FUNCTIONS: dict[str, tuple[Callable[[Any], Any], list[tuple[float, float]], float | Callable[[Any], Any]]] = {
     "exp": (np.exp, [(-86.9, 88.7), (-1, 1), (-1e-3, 1e-3)], 1.5e-7),
-    "exp_of_negative": (np.exp, [(-86.9, 0), (-16, 0), (-1, 0)], lambda x: 1.7e-7 + 6e-8 * np.abs(x)),
+    "exp_of_negative": (np.exp, [(-86.9, 0), (-16, 0), (-1, 0)], lambda x: 1.7e-7 + 7.4e-8 * np.abs(x)),
     "exp2": (np.exp2, [(-125, 127.9), (-1, 1)], 1.5e-7),
     "log": (np.log, [(1e-45, 1e-37), (1e-6, 3), (0.9, 1.1), (1, 3e38)], 1.5e-7),
     "erf": (erf, [(-6, 6), (-1, 1), (-1e-4, 1e-4)], 3e-7),
