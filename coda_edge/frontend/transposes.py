@@ -78,15 +78,21 @@ def _tree(root: gs.Node, undone: list[int]) -> list[gs.Node] | None:
                 return False
             if _is_transposed(tensor, undone):
                 cancelled += 1
-            elif _is_view(tensor, perm):
                 continue
-            elif (
-                source is None
-                or source.op == "Transpose"
-                or not _turns(source, undone, ir.shape(root.outputs[0]))
-                or not visit(source)
+            before = set(seen), list(order), cancelled
+            if (
+                source is not None
+                and source.op != "Transpose"
+                and _turns(source, undone, ir.shape(root.outputs[0]))
+                and visit(source)
             ):
+                continue
+            if not _is_view(tensor, perm):
                 return False
+            # It stays, and so does all that it is made of: what else in the tree reads one of these visits it anew.
+            seen.clear()
+            seen.update(before[0])
+            order[:], cancelled = before[1], before[2]
         order.append(node)
         return True
 
