@@ -186,6 +186,8 @@ coda_code coda_model_open(const char *path, const coda_model_options *options, c
     return coda_fail(error, CODA_ERROR_BUNDLE, "bundle '%s' is empty", path);
   if (data == MAP_FAILED)
     return coda_fail(error, CODA_ERROR_FILE, "bundle '%s' cannot be mapped: %s", path, strerror(errno));
+  /* Where the system keeps files in large pages, it maps them as such if it knows before it reads. */
+  madvise(data, size, MADV_HUGEPAGE);
   madvise(data, size, MADV_WILLNEED);
   coda_error inner;
   coda_code code = open_data(data, size, 1, options, model, &inner);
