@@ -128,6 +128,7 @@ typedef struct coda_session_options {
   int32_t spin_us; /* how long idle workers spin before they sleep; -1: the default, 500 */
   const coda_allocator *allocator; /* NULL: the system's; copied, its context must outlive the session */
   uint64_t seed; /* of random operators that have no seed of their own; 0: another one for each session */
+  int32_t lent; /* 1: no threads are started; `threads` is how many of the caller's coda_session_run_on may use */
 } coda_session_options;
 
 /* --- library ------------------------------------------------------------------------------------------------------ */
@@ -217,6 +218,15 @@ CODA_API coda_code coda_session_shapes(coda_session *session, const coda_tensor 
  * itself can tell whether memory that was given suffices: with CODA_ERROR_SHAPE it does not. */
 CODA_API coda_code coda_session_run(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs,
                                     coda_error *error);
+
+/* Threads of the caller's: calls work(argument, i) once for each i in [0, count), on any threads and in any order, and
+ * returns when all these calls have. */
+typedef void (*coda_parallel)(void *context, void (*work)(void *argument, size_t index), size_t count, void *argument);
+
+/* coda_session_run on threads that `parallel`, handed `context`, lends for as long as the run lasts; the session was
+ * made with `lent`. Any number of threads serves, in each run another one. */
+CODA_API coda_code coda_session_run_on(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs,
+                                       coda_parallel parallel, void *context, coda_error *error);
 
 /* Has the runs that follow call `timer` after each step, in the thread that runs the session, with `context`. NULL, as
  * at first: no step is timed. The timer must not use the session. */

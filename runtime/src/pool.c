@@ -66,7 +66,8 @@ struct coda_pool {
   _Alignas(LINE) _Atomic int sleeping;
   _Atomic uint32_t wakes; /* what sleepers wait on: asks them to spin again */
   _Atomic bool running, stop; /* running: between coda_pool_begin and coda_pool_end */
-  int threads, started;
+  bool lent;
+  int threads, started, expected; /* expected: what loops are cut for */
   int64_t spin_ns;
   size_t bytes; /* of this allocation */
   pid_t process; /* that has the workers: a forked child does not */
@@ -124,9 +125,10 @@ static void drain(coda_pool *pool, int thread) {
   }
 }
 
-static bool idle(const coda_pool *pool, uint64_t seen) {
-  return atomic_load(&pool->generation) == seen && !atomic_load(&pool->stop);
-}
+/* Whether a worker has nothing more to expect. */
+static bool over(const coda_pool *pool) { return pool->lent ? !atomic_load(&pool->running) : atomic_load(&pool->stop); }
+
+static bool idle(const coda_pool *pool, uint64_t seen) { return atomic_load(&pool->generation) == seen && !over(pool); }
 
 /* A futex and no mutex, which a worker could hold while the system does not let it run. */
 static void sleep_until_called(coda_pool *pool, uint64_t seen) {
@@ -154,16 +156,14 @@ static bool out_of_patience(const coda_pool *pool, int64_t idle_ns) {
   return false;
 }
 
-static void *worker_main(void *argument) {
-  const lane *self = argument;
-  coda_pool *pool = self->pool;
+static void work(coda_pool *pool, int index) {
   uint64_t seen = 0;
   int64_t idle_since = coda_now_ns();
-  for (unsigned spins = 1; !atomic_load_explicit(&pool->stop, memory_order_relaxed); spins++) {
+  for (unsigned spins = 1; !over(pool); spins++) {
     const uint64_t current = atomic_load_explicit(&pool->generation, memory_order_acquire);
     if (current != seen && !(current & 1)) {
       seen = current;
-      drain(pool, self->index);
+      drain(pool, index);
       idle_since = coda_now_ns();
       spins = 0;
     } else if (spins % PAUSES_PER_CLOCK) {
@@ -173,10 +173,15 @@ static void *worker_main(void *argument) {
       idle_since = coda_now_ns();
     }
   }
+}
+
+static void *worker_main(void *argument) {
+  const lane *self = argument;
+  work(self->pool, self->index);
   return NULL;
 }
 
-coda_pool *coda_pool_create(int threads, int64_t spin_us, const coda_allocator *allocator) {
+coda_pool *coda_pool_create(int threads, int64_t spin_us, bool lent, const coda_allocator *allocator) {
   const size_t bytes = sizeof(coda_pool) + (size_t)threads * sizeof(lane);
   coda_pool *pool = allocator->allocate(allocator->context, bytes, LINE);
   if (!pool)
@@ -184,9 +189,10 @@ coda_pool *coda_pool_create(int threads, int64_t spin_us, const coda_allocator *
   memset(pool, 0, bytes);
   pool->bytes = bytes;
   pool->process = getpid();
-  pool->threads = threads;
+  pool->threads = pool->expected = threads;
+  pool->lent = lent;
   pool->spin_ns = spin_us * 1000;
-  for (int i = 1; i < threads; i++) {
+  for (int i = 1; i < threads && !lent; i++) {
     pool->lanes[i].pool = pool;
     pool->lanes[i].index = i;
     if (pthread_create(&pool->lanes[i].thread, NULL, worker_main, &pool->lanes[i]) != 0) {
@@ -211,19 +217,37 @@ void coda_pool_free(coda_pool *pool, const coda_allocator *allocator) {
 }
 
 void coda_pool_begin(coda_pool *pool) {
-  if (pool->started == 0)
+  if (pool->threads == 1)
     return;
-  atomic_store_explicit(&pool->running, true, memory_order_relaxed);
+  atomic_store_explicit(&pool->running, true, memory_order_release);
   wake(pool);
 }
 
-void coda_pool_end(coda_pool *pool) { atomic_store_explicit(&pool->running, false, memory_order_relaxed); }
+void coda_pool_end(coda_pool *pool) {
+  if (!pool->lent) {
+    atomic_store_explicit(&pool->running, false, memory_order_relaxed);
+    return;
+  }
+  atomic_store(&pool->running, false);
+  wake(pool);
+}
+
+void coda_pool_expect(coda_pool *pool, int threads) {
+  pool->expected = threads < pool->threads ? threads : pool->threads;
+}
+
+bool coda_pool_help(coda_pool *pool, int index) {
+  if (index >= pool->threads || over(pool))
+    return false;
+  work(pool, index);
+  return true;
+}
 
 /* How many chunks a loop of so many grains is worth. */
 static uint64_t count_chunks(const coda_pool *pool, uint64_t grains, int64_t cost_ns) {
   const uint64_t cost = cost_ns > 0 ? (uint64_t)cost_ns : 0, worth = cost / SHARE_NS;
-  const uint64_t threads = worth < (uint64_t)pool->threads ? worth : (uint64_t)pool->threads;
-  uint64_t each = cost / CHUNK_NS / (uint64_t)pool->threads;
+  const uint64_t expected = (uint64_t)pool->expected, threads = worth < expected ? worth : expected;
+  uint64_t each = cost / CHUNK_NS / expected;
   each = each < 1 ? 1 : each > CHUNKS_PER_THREAD ? CHUNKS_PER_THREAD : each;
   const uint64_t chunks = threads * each < MAX_CHUNKS ? threads * each : MAX_CHUNKS;
   return grains < chunks ? grains : chunks;
@@ -232,7 +256,7 @@ static uint64_t count_chunks(const coda_pool *pool, uint64_t grains, int64_t cos
 static int32_t fork_join(coda_pool *pool, int64_t items, int64_t grain, uint64_t grains, uint64_t chunks,
                          coda_chunk run, void *context) {
   const uint64_t before = atomic_load_explicit(&pool->generation, memory_order_relaxed);
-  const uint64_t lanes = chunks < (uint64_t)pool->threads ? chunks : (uint64_t)pool->threads;
+  const uint64_t lanes = chunks < (uint64_t)pool->expected ? chunks : (uint64_t)pool->expected;
   atomic_store_explicit(&pool->generation, before + 1, memory_order_relaxed);
   atomic_thread_fence(memory_order_release);
   atomic_store_explicit(&pool->run, run, memory_order_relaxed);
@@ -266,7 +290,7 @@ static int32_t fork_join(coda_pool *pool, int64_t items, int64_t grain, uint64_t
 }
 
 int32_t coda_pool_for(coda_pool *pool, int64_t items, int64_t grain, int64_t cost_ns, coda_chunk run, void *context) {
-  if (pool->started == 0)
+  if (pool->expected < 2)
     return run(context, 0, items, 0);
   const uint64_t grains = (uint64_t)(items / grain + (items % grain != 0));
   const uint64_t chunks = count_chunks(pool, grains, cost_ns);

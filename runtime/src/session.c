@@ -27,7 +27,8 @@ struct coda_session {
   coda_model *model;
   coda_allocator allocator;
   coda_pool *pool;
-  int32_t threads;
+  int32_t threads, met; /* met: the most threads that a run was lent */
+  bool lent;
   atomic_flag busy;
   uint64_t clock;
   coda_layout layouts[MAX_LAYOUTS];
@@ -150,7 +151,8 @@ coda_code coda_session_create(coda_model *model, const coda_session_options *giv
     session->threads = MAX_THREADS;
   atomic_flag_clear(&session->busy);
   const int64_t spin_us = options.spin_us < 0 ? DEFAULT_SPIN_US : options.spin_us;
-  session->pool = coda_pool_create(session->threads, spin_us, &session->allocator);
+  session->lent = options.lent != 0;
+  session->pool = coda_pool_create(session->threads, spin_us, session->lent, &session->allocator);
   if (!session->pool || make_tables(session)) {
     const int32_t threads = session->threads;
     coda_session_free(session);
@@ -463,15 +465,9 @@ static coda_code run_steps(coda_session *session, coda_layout *layout, const cod
   return CODA_OK;
 }
 
-coda_code coda_session_run(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs, coda_error *error) {
+static coda_code run(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs, coda_error *error) {
   coda_layout *layout = NULL;
-  coda_code code = check_arguments(session, inputs, outputs, error);
-  if (!code)
-    code = enter(session, error);
-  if (code)
-    return code;
-  coda_pool_begin(session->pool);
-  code = find_layout(session, inputs, &layout, error);
+  coda_code code = find_layout(session, inputs, &layout, error);
   if (!code)
     code = check_inputs(session, layout, inputs, error);
   if (!code)
@@ -483,9 +479,66 @@ coda_code coda_session_run(coda_session *session, const coda_tensor *inputs, cod
     code = run_steps(session, layout, inputs, outputs, error);
     session->last = code ? NULL : layout;
   }
+  return code;
+}
+
+coda_code coda_session_run(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs, coda_error *error) {
+  coda_code code = check_arguments(session, inputs, outputs, error);
+  if (!code)
+    code = enter(session, error);
+  if (code)
+    return code;
+  if (session->lent)
+    coda_pool_expect(session->pool, 1);
+  coda_pool_begin(session->pool);
+  code = run(session, inputs, outputs, error);
   coda_pool_end(session->pool);
   leave(session);
   return code;
+}
+
+/* A run on lent threads: whichever comes first leads it, the others help until it is over. */
+typedef struct {
+  coda_session *session;
+  const coda_tensor *inputs;
+  coda_tensor *outputs;
+  coda_error *error;
+  coda_code code;
+  _Atomic int32_t arrived, helped;
+} lent_run;
+
+static void join(void *argument, size_t index) {
+  lent_run *r = argument;
+  (void)index;
+  const int32_t place = atomic_fetch_add(&r->arrived, 1);
+  if (place == 0) {
+    r->code = run(r->session, r->inputs, r->outputs, r->error);
+    coda_pool_end(r->session->pool);
+  } else if (coda_pool_help(r->session->pool, place)) {
+    atomic_fetch_add_explicit(&r->helped, 1, memory_order_relaxed);
+  }
+}
+
+coda_code coda_session_run_on(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs,
+                              coda_parallel parallel, void *context, coda_error *error) {
+  coda_code code = check_arguments(session, inputs, outputs, error);
+  if (!code && (!session->lent || !parallel))
+    code = coda_fail(error, CODA_ERROR_ARGUMENT,
+                     "a run on lent threads needs a session made with `lent`, and who lends them");
+  if (!code)
+    code = enter(session, error);
+  if (code)
+    return code;
+  lent_run r = {.session = session, .inputs = inputs, .outputs = outputs, .error = error};
+  coda_pool_expect(session->pool, session->met ? session->met : session->threads);
+  coda_pool_begin(session->pool);
+  parallel(context, join, (size_t)session->threads, &r);
+  if (r.arrived == 0) /* nobody was lent */
+    join(&r, 0);
+  if (r.helped + 1 > session->met)
+    session->met = r.helped + 1;
+  leave(session);
+  return r.code;
 }
 
 size_t coda_session_costs(const coda_session *session, coda_step_cost *costs, size_t capacity) {
