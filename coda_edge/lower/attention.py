@@ -97,7 +97,7 @@ def lower_attention(
     ``program`` is over the score tile ``[queries, keys]``: elementwise steps and one tile output. Of its ``params[1:]`` the first are
     the bands, the others ``operands``. ``guard``: a NaN probability (a row masked by -inf throughout) becomes 0. Raises ShapeError otherwise.
     """
-    _check(name, program, operands, sizes, extras)
+    check_attention(name, program, operands, sizes, extras)
     schedule = schedule or choose_attention(target, sizes.columns)
     read = [*operands, *([extras.sink] if extras.sink is not None else [])]
     shape = AttentionShape(
@@ -153,7 +153,7 @@ def lower_attention(
         ints=(
             *(sizes.heads, sizes.queries, sizes.keys),
             *((sizes.past,) if extras.past is not None else ()),
-            *(s for o in read for s in _strides(o)),
+            *(s for o in read for s in strides(o)),
             *bounds,
             *parts,
         ),
@@ -168,9 +168,10 @@ def lower_attention(
     )
 
 
-def _check(
+def check_attention(
     name: str, program: EpilogueProgram, operands: Sequence[ScoreOperand], sizes: AttentionSizes, extras: Extras
 ) -> None:
+    """Raises ShapeError if operands, bands and the score program do not fit each other."""
     where = f"attention '{name}'"
     bands = program.params[1 : 1 + len(extras.bands)]
     params = program.params[1 + len(extras.bands) :]
@@ -207,7 +208,7 @@ def _sink(extras: Extras) -> list[tuple[Param, ScoreOperand]]:
     return [] if extras.sink is None else [(Param("sink", Kind.ROW), extras.sink)]
 
 
-def _strides(operand: ScoreOperand) -> tuple[Dim, ...]:
+def strides(operand: ScoreOperand) -> tuple[Dim, ...]:
     """Elements from one batch entry, head and query to the next; 0 along an axis of one. How many batch entries there are if repeated."""
     batch, heads, queries, keys = operand.shape
     steps = (simplify(heads * queries * keys), simplify(queries * keys), keys)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from ..epilogue.builder import Builder
-from ..epilogue.program import EpilogueProgram, Step
+from ..epilogue.program import EpilogueProgram, Param, Step
 
 _Known: TypeAlias = "str | float | bool"
 #: No score that softmax tells from its neighbours is larger; a mask that adds less than its negative hides.
 _LARGEST = 1e30
 _MOST = 3.4028234663852886e38
+#: Beyond this distance below the largest score of a query the exponential is 0.
+_NOTHING = 104.0
 
 
 def specialized(program: EpilogueProgram, known: Mapping[str, bool]) -> EpilogueProgram | None:
@@ -59,6 +61,18 @@ def _decided(step: Step, args: list[_Known]) -> _Known | None:
     if step.op == "sub" and not flags and args[1] == 0.0:
         return args[0]
     return None
+
+
+def hidden(program: EpilogueProgram, bands: Sequence[Param]) -> dict[int, float]:
+    """The bands that hide the keys outside: by number, the largest score that such a key may have."""
+    limits = {i: bound(program, {p.name: False}) for i, p in enumerate(bands)}
+    return {i: limit for i, limit in limits.items() if limit <= -1e4}
+
+
+def threshold(hiding: Mapping[int, float]) -> float:
+    """A query with a larger score than this gives nothing to the keys that ``hiding`` hides; -inf if none does ever."""
+    limit = max(hiding.values(), default=-math.inf)
+    return limit if math.isinf(limit) else limit + _NOTHING
 
 
 def bound(program: EpilogueProgram, known: Mapping[str, bool]) -> float:

@@ -8,12 +8,10 @@ from functools import cached_property
 
 from ..epilogue.program import EpilogueProgram, Kind, Param
 from ..schedule.attention import AttentionSchedule
-from .attention_program import bound, specialized
+from .attention_program import hidden, specialized, threshold
 
 LOWEST = -3.4028234663852886e38
 """No finite float32 is lower."""
-#: Beyond this distance below the largest score of a query the exponential is 0.
-_NOTHING = 104.0
 _FLOATS = ("f32", "f16", "bf16", "bool")
 """Dtypes whose values float32 has."""
 
@@ -61,14 +59,12 @@ class AttentionShape:
     @cached_property
     def hiding(self) -> dict[int, float]:
         """The bands that hide the keys outside: by number, the largest score that such a key may have."""
-        limits = {i: bound(self.program, {p.name: False}) for i, p in enumerate(self.band_params)}
-        return {i: limit for i, limit in limits.items() if limit <= -1e4}
+        return hidden(self.program, self.band_params)
 
     @property
     def threshold(self) -> float:
         """A query with a larger score than this gives nothing to the hidden keys; -inf if none does ever."""
-        limit = max(self.hiding.values(), default=-math.inf)
-        return limit if math.isinf(limit) else limit + _NOTHING
+        return threshold(self.hiding)
 
     @property
     def few(self) -> int:
