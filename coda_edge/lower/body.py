@@ -102,10 +102,10 @@ class Body:
         self.emit(tirx.AllocBuffer(buffer))
         return buffer
 
-    def prefetch(self, buffer: Buffer, at: Index) -> None:
-        """Asks for the cache line of element ``at`` to be brought to the second-level cache."""
+    def prefetch(self, buffer: Buffer, at: Index, cache: int = 2) -> None:
+        """Asks for the cache line of element ``at`` to be brought to the first-level or the second-level ``cache``."""
         address = tirx.address_of(tirx.BufferLoad(buffer, [index(at)]))
-        read, near, data = (tirx.const(v, "int32") for v in (0, 2, 1))
+        read, near, data = (tirx.const(v, "int32") for v in (0, 4 - cache, 1))
         self.emit(tirx.Evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", address, read, near, data)))
 
     @contextmanager
