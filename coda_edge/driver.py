@@ -20,6 +20,7 @@ from .bundle import plan as plans
 from .bundle import writer
 from .bundle.levels import LevelParts, combine
 from .calibrate import measure_on
+from .fingerprint import fingerprints
 from .frontend.half import is_double
 from .inputs import bound_specs, default_sizes
 from .ir import shape
@@ -111,6 +112,7 @@ def optimize(
         "target": ",".join(names),
         "model": loaded.graph.name,
         "source_sha256": _digest(model),
+        "constants": fingerprints(loaded),
     }
     bundle = combine(parts, names, metadata)
     error = None
