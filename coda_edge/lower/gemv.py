@@ -2,10 +2,10 @@
 
 A core reads memory fastest along several streams, since prefetchers follow each within its page only. So several panels are gone over side by
 side, and the parts into which K is cut: these add to the same results, or to sets of their own where registers are left. Each is asked for more
-than a page ahead, so that prefetchers are there when a page begins (15 % on an Ice Lake server). What the rows of W or
-groups of them share is not applied to weights: a gain is multiplied to the rows of A ahead of the items, a factor and a zero point go once to
-the sum of a group, an offset once to the sum of all. Of words that hold several rows, each field is converted where it lies, 2ˢ times too
-large, and meets an element of A that is 2⁻ˢ times its value.
+than a page ahead, so that prefetchers are there when a page begins: 15 % on an Ice Lake server, where words of several rows, which are not read at
+memory's speed, lost as much by it. What the rows of W or groups of them share is not applied to weights: a gain is multiplied to the rows of A
+ahead of the items, a factor and a zero point go once to the sum of a group, an offset once to the sum of all. Of words that hold several rows,
+each field is converted where it lies, 2ˢ times too large, and meets an element of A that is 2⁻ˢ times its value.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FEW = 4
 STREAMS = 8
 PANELS = 4
 """Streams along which weights are read, and how many panels they belong to at most."""
-AHEAD = 48 << 10
-"""Bytes of all streams together that are asked for ahead: of each more than a page, and no more than a first-level cache holds."""
+AHEAD = 64 << 10
+"""Bytes of all streams together that are asked for ahead: of each more than a page."""
 _FORMS = {False: (1, 4), True: (1, 2, 4)}
 """By whether weights are converted, numbers of rows that have a form of their own; others take the next one, with the last row repeated.
 
@@ -42,8 +42,8 @@ _WORD = 32
 
 
 def few_rows(shape: GemmShape) -> int:
-    """Up to how many rows the kernel does by ``write_few_rows``, in one block; 0 where the rows are windows."""
-    return min(FEW, shape.schedule.block_rows) if shape.window is None else 0
+    """Up to how many rows the kernel does by ``write_few_rows``, in one block; 0 where the rows are windows, or sums are of whole numbers."""
+    return min(FEW, shape.schedule.block_rows) if shape.window is None and not shape.dot else 0
 
 
 def few_rows_scratch(shape: GemmShape) -> int:
@@ -294,7 +294,8 @@ class _Products:
         sets = [self.total, *(self._zeros() for _ in range(min(self._sets, self._streams) - 1))]
         each = elements // self._streams
         with body.loop(0, each, "element") as element:
-            self._ask_ahead(element, each, self._streams)
+            if format.rows_per_element == 1:
+                self._ask_ahead(element, each)
             for stream in range(self._streams):
                 self._element(sets[stream % len(sets)], body.let(element + stream * each, "at"))
         with body.loop(each * self._streams, elements, "element") as element:
@@ -315,39 +316,31 @@ class _Products:
         sets = [self._zeros() for _ in range(streams)]
         each, elements = groups // streams, format.group // format.rows_per_element
         with body.loop(0, each, "group") as group:
-            self._groups(sets, [body.let(group + s * each, "group") for s in range(streams)], elements, ahead=each)
+            self._groups(sets, [body.let(group + s * each, "group") for s in range(streams)], elements)
         with body.loop(each * streams, groups, "group") as group:
             self._groups(sets[:1], [group], elements)
         if rest:
             self._groups(sets[:1], [index(groups)], *divmod(rest, format.rows_per_element))
 
-    def _ask_ahead(self, element: Expr, each: int, streams: int) -> None:
-        """Asks for the elements some way behind ``element`` in ``streams`` parts of ``each`` elements, at their end for the next panels'."""
-        body, first, format = self.body, self.panels[0], self.shape.format
-        width = first.width
-        distance = min(AHEAD // (streams * len(self.panels) * width * format.itemsize), each)
+    def _ask_ahead(self, element: Expr, each: int) -> None:
+        """Asks for the elements some way behind ``element`` in each part of ``each`` elements, at the parts' end for the next panels'."""
+        body, format, width = self.body, self.shape.format, self.panels[0].width
+        distance = min(AHEAD // (STREAMS * width * format.itemsize), each)
         beyond = format.panel_size(self.kernel.schedule.width, self.shape.k) * len(self.panels) - each * width
         ahead = element + distance
         ahead = body.let(ahead * width + tirx.Select(ahead < index(each), index(0), index(beyond)), "ahead")
         for panel in self.panels:
-            for stream in range(streams):
+            for stream in range(self._streams):
                 for at in range(0, width, LINE // format.itemsize):
                     body.prefetch(self.kernel.weight.panels, panel.start + ahead + (stream * each * width + at), 1)
 
-    def _groups(
-        self, sets: Sequence[_Sums], groups: Sequence[Expr], elements: int, rest: int = 0, ahead: int = 0
-    ) -> None:
-        """Adds what a group for each of ``sets`` gives: ``elements`` elements, and of another one ``rest`` rows.
-
-        ``ahead``: of how many groups each set has, where weights are asked for ahead; else 0.
-        """
+    def _groups(self, sets: Sequence[_Sums], groups: Sequence[Expr], elements: int, rest: int = 0) -> None:
+        """Adds what a group for each of ``sets`` gives: ``elements`` elements, and of another one ``rest`` rows."""
         body, format = self.body, self.shape.format
         for sums in sets:
             self._clear(sums)
         starts = [body.let(group * (format.group // format.rows_per_element), "first") for group in groups]
         with body.loop(0, elements, "element") as element:
-            if ahead:
-                self._ask_ahead(starts[0] + element, ahead * elements, len(sets))
             for sums, start in zip(sets, starts, strict=True):
                 self._element(sums, body.let(start + element, "at"))
         if rest:
