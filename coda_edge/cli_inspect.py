@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import onnx
 
     from .bundle.plan import Bundle, ExprTable, TensorInfo
+    from .targets import Target
 
 
 @dataclass(frozen=True)
@@ -137,11 +138,19 @@ class ModelView:
 
 @dataclass(frozen=True)
 class TargetView:
-    """A target; ``missing`` are the features that this machine's CPU lacks to run its kernels."""
+    """A target: the core and the features that it is built for, how its kernels are linked, and why this machine cannot run them.
+
+    ``missing`` are the features that this machine's CPU lacks, and the system if that is another; ``linker`` is the command,
+    empty if none is installed, and ``form`` what it makes.
+    """
 
     name: str
     description: str
+    cpu: str
+    triple: str
     features: tuple[str, ...]
+    form: str
+    linker: str
     missing: tuple[str, ...]
 
 
@@ -160,12 +169,13 @@ class TargetList:
 
     def render(self, console: Console) -> None:
         """The list as a table on ``console``."""
-        table = _table("targets", "name", "what it is", "needs", "runs here")
+        table = _table("targets", "name", "what it is", "core", "needs", "kernels", "runs here")
         for t in self.targets:
             here = f"no: lacks {' '.join(t.missing)}" if t.missing else "native" if t.name == self.native else "yes"
-            table.add_row(t.name, t.description, " ".join(t.features), here)
+            form = t.form if t.linker else f"{t.form}: pip install ziglang"
+            table.add_row(t.name, t.description, t.cpu, " ".join(t.features), form, here)
         for name, members in self.groups.items():
-            table.add_row(name, f"one bundle for {', '.join(members)}", "", "")
+            table.add_row(name, f"one bundle for {', '.join(members)}", "", "", "", "")
         console.print(table)
 
 
@@ -178,8 +188,28 @@ def target_list() -> TargetList:
         native = targets.get().name
     except TargetError:
         native = None
-    views = (TargetView(t.name, t.description, t.features, t.missing()) for t in targets.targets().values())
-    return TargetList(tuple(views), native, targets.groups())
+    return TargetList(tuple(map(_target_view, targets.targets().values())), native, targets.groups())
+
+
+def _target_view(target: Target) -> TargetView:
+    from .errors import TargetError
+    from .targets.link import linker
+
+    try:
+        command = " ".join(Path(word).name for word in linker(target.triple))
+    except TargetError:
+        command = ""
+    form = "library" if target.loadable else "object"
+    return TargetView(
+        target.name,
+        target.description,
+        target.cpu,
+        target.triple,
+        target.features,
+        form,
+        command,
+        target.missing(),
+    )
 
 
 def inspect_file(path: Path) -> BundleView | ModelView:

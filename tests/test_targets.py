@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +17,7 @@ from coda_edge import targets
 from coda_edge.errors import TargetError
 from coda_edge.lower.body import Body, external, f32, index, load
 from coda_edge.lower.kernel import KernelSource
-from coda_edge.targets import link, target
+from coda_edge.targets import link, objects, target
 
 
 def doubling(symbol: str, lanes: int, factor: float = 2.0) -> KernelSource:
@@ -104,9 +108,81 @@ def test_a_kernel_that_needs_a_library_is_refused() -> None:
         targets.get("x86-64-v3").build([KernelSource("k", lambda: body.function("k", [x, y]))])
 
 
-def test_nothing_to_build() -> None:
+@pytest.mark.parametrize("make", [targets.Target.build, targets.Target.objects])
+def test_nothing_to_build(make: Callable[[targets.Target, list[KernelSource]], bytes]) -> None:
     with pytest.raises(TargetError, match="no kernel"):
-        targets.get("x86-64-v3").build([])
+        make(targets.get("x86-64-v3"), [])
+
+
+OBJECTS = {
+    "arm64-apple-ios": "macho",
+    "arm64-apple-macos": "macho",
+    "x86-64-macos": "macho",
+    "x86-64-windows": "coff",
+    "x86-64-v3": "elf",
+    "arm64-android": "elf",
+    "riscv64-linux": "elf",
+}
+"""Targets, and the formats of their objects."""
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects(name: str) -> None:
+    """In the system's format; what is undefined is found in each, and refused."""
+    found = targets.get(name)
+    data = found.objects([doubling("two", 4), doubling("three", 4, 3.0), doubling("two", 4)])
+    assert objects.format_of(data) == OBJECTS[name] and objects.undefined(data) == ()
+    x, y = external("x"), external("y")
+    body = Body()
+    body.store(y, 0, tirx.call_extern("float32", "a_function_with_a_long_name", load(x, 0)))
+    body.store(y, 1, tirx.call_extern("float32", "cosf", load(x, 0)))
+    with pytest.raises(TargetError, match=f"kernels for {name} need symbols .*: a_function_with_a_long_name, cosf"):
+        found.objects([KernelSource("k", lambda: body.function("k", [x, y]))])
+
+
+def test_other_bytes_are_no_object() -> None:
+    with pytest.raises(
+        TargetError, match=r"no little-endian 64-bit object of ELF, Mach-O, COFF: it begins with 64657821"
+    ):
+        objects.undefined(b"dex!")
+
+
+def test_systems_without_libraries_say_what_there_is() -> None:
+    windows = targets.get("x86-64-windows")
+    assert not windows.loadable and windows.missing()[0] == "windows"
+    with pytest.raises(
+        TargetError, match=r"'x86-64-windows' has no libraries of kernels .* Target.objects .*x86-64-v3"
+    ):
+        windows.build([doubling("two", 8)])
+
+
+LINKED = {
+    "arm64-apple-macos": (b"\xcf\xfa\xed\xfe", "_start"),
+    "x86-64-macos": (b"\xcf\xfa\xed\xfe", "_start"),
+    "x86-64-windows": (b"MZ", "start"),
+}
+"""Systems whose programs link here: how those begin, and the symbol of the function ``start``."""
+PROGRAM = """
+#include <stdint.h>
+int32_t two(const uint64_t *, const int64_t *);
+int start(void) { float x, y; return two((uint64_t[]){(uintptr_t)&x, (uintptr_t)&y}, (int64_t[]){0}); }
+"""
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_objects_link_into_programs(name: str, tmp_path: Path) -> None:
+    """Of C without a library, so that nothing but the kernels can define what they need."""
+    pytest.importorskip("ziglang")
+    found, (magic, entry) = targets.get(name), LINKED[name]
+    (tmp_path / "kernels.o").write_bytes(found.objects([doubling("two", 8)]))
+    (tmp_path / "main.c").write_text(PROGRAM)
+    alone = ("-nostdlib", "-ffreestanding", "-fno-stack-protector", "-fno-sanitize=undefined", f"-Wl,-e,{entry}")
+    command = [sys.executable, "-m", "ziglang", "cc", "-target", found.triple, *alone]
+    done = subprocess.run(
+        [*command, "main.c", "kernels.o", "-o", "program"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "program").read_bytes().startswith(magic)
 
 
 def test_wide_vectors_are_used_where_the_target_has_them() -> None:

@@ -7,7 +7,7 @@ target, of all modules, that this machine's CPU can run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -17,12 +17,16 @@ from typing import TYPE_CHECKING
 
 from ..errors import TargetError
 from .link import link_shared
+from .objects import undefined
 
 if TYPE_CHECKING:
     from ..lower.kernel import KernelSource
 
 GROUP = "coda_edge.targets"
 NATIVE = "native"
+LINUX = "linux"
+SUPPORT = {"windows": frozenset({"___chkstk_ms"})}
+"""By system: what an object may leave to the compiler's support library, which is linked into every program there."""
 _PACKAGE = __name__.rpartition(".")[0]
 
 
@@ -33,7 +37,11 @@ class Target:
     ``tvm``: TVM's target; ``triple``: the linker's. ``features``: what the CPU must have, by the runtime's names; the bundle
     lists them and the runtime refuses a CPU without one. ``vector``: bytes of a vector register, ``registers``: how many
     there are; the schedules follow from them. ``tiles``: the GEMM's register tiles (rows, vectors) to choose from, where measurements
-    say more than the number of registers does. ``l1``, ``l2``: data cache bytes of one core that schedules may count on.
+    say more than the number of registers does. ``dot``: the operation of ``lower/dot.py`` for products of bytes; "": they are done in float32.
+    ``base``: the target that is the same but for ``dot``, whose kernels are taken for what has no use for it, and whose measured schedules hold
+    here too. ``l1``, ``l2``: data cache bytes of one core that schedules may count on.
+    ``system``: where kernels run, as ``platform.system`` says it in lower case. Only Linux (and Android, which counts as that) has the
+    runtime load libraries of kernels; elsewhere they are objects for the app's own linker.
     """
 
     name: str
@@ -46,24 +54,71 @@ class Target:
     l1: int = 32 << 10
     l2: int = 512 << 10
     tiles: tuple[tuple[int, int], ...] = ()
+    dot: str = ""
+    base: str = ""
+    system: str = LINUX
 
     def lanes(self, itemsize: int) -> int:
         """Elements of ``itemsize`` bytes in a vector register."""
         return self.vector // itemsize
 
-    def missing(self, features: Sequence[str] | None = None) -> tuple[str, ...]:
-        """The features that a CPU (this machine's, by default) lacks to run the target's kernels."""
-        present = cpu_features() if features is None else features
-        return tuple(f for f in self.features if f not in present)
+    @property
+    def measured_as(self) -> str:
+        """The target under whose name schedules are measured."""
+        return self.base or self.name
 
-    def build(self, kernels: Sequence[KernelSource]) -> bytes:
-        """The kernels as one shared library, each distinct symbol once. Raises TargetError if it cannot be linked."""
+    @property
+    def cpu(self) -> str:
+        """The core that instructions are chosen and ordered for, by LLVM's name."""
+        return str(self.tvm.get("mcpu", ""))
+
+    @property
+    def loadable(self) -> bool:
+        """Whether the runtime loads the kernels from a bundle; otherwise they are linked into the program."""
+        return self.system == LINUX
+
+    def missing(self, features: Sequence[str] | None = None) -> tuple[str, ...]:
+        """The features that a CPU (this machine's, by default) lacks to run the target's kernels; first the system, if that is another."""
+        present = cpu_features() if features is None else features
+        return (*(() if self.loadable else (self.system,)), *(f for f in self.features if f not in present))
+
+    def build(self, kernels: Sequence[KernelSource], progress: Callable[[float], None] | None = None) -> bytes:
+        """The kernels as one shared library, each distinct symbol once; ``progress`` hears which share of them is compiled.
+
+        Raises TargetError if there can be none or it cannot be linked.
+        """
+        from ..lower.abi import compile_each
+
+        if not self.loadable:
+            known = ", ".join(t.name for t in targets().values() if t.loadable)
+            raise TargetError(
+                f"target '{self.name}' has no libraries of kernels that a runtime loads, as {self.system} programs have them linked in: "
+                f"take the object that Target.objects makes, or one of the targets {known}"
+            )
+        unique = _unique(kernels)
+        return link_shared(compile_each(list(unique.values()), self.tvm, progress), tuple(unique), self.triple)
+
+    def objects(self, kernels: Sequence[KernelSource]) -> bytes:
+        """The kernels as one relocatable object of the system's format, each distinct symbol once, for a linker.
+
+        Raises TargetError if it needs a symbol that neither it nor the compiler's support library has.
+        """
+        data = self._compiled(_unique(kernels))
+        if foreign := set(undefined(data)) - SUPPORT.get(self.system, frozenset()):
+            raise TargetError(f"kernels for {self.name} need symbols that no one defines: {', '.join(sorted(foreign))}")
+        return data
+
+    def _compiled(self, unique: Mapping[str, KernelSource]) -> bytes:
         from ..lower.abi import compile_kernels
 
-        unique = {kernel.symbol: kernel.func for kernel in kernels}
-        if not unique:
-            raise TargetError("there is no kernel to build: a plan needs at least one kernel")
-        return link_shared(compile_kernels(list(unique.values()), self.tvm), tuple(unique), self.triple)
+        return compile_kernels([kernel.func for kernel in unique.values()], self.tvm)
+
+
+def _unique(kernels: Sequence[KernelSource]) -> dict[str, KernelSource]:
+    """The kernels by symbol. Raises TargetError if there is none."""
+    if not kernels:
+        raise TargetError("there is no kernel to build: a plan needs at least one kernel")
+    return {kernel.symbol: kernel for kernel in kernels}
 
 
 def cpu_features() -> tuple[str, ...]:
