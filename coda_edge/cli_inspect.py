@@ -169,13 +169,14 @@ class TargetList:
 
     def render(self, console: Console) -> None:
         """The list as a table on ``console``."""
-        table = _table("targets", "name", "what it is", "core", "needs", "kernels", "runs here")
+        table = _table("targets", "name", "what it is", "needs", "kernels", "runs here")
+        table.columns[0].no_wrap = True
         for t in self.targets:
             here = f"no: lacks {' '.join(t.missing)}" if t.missing else "native" if t.name == self.native else "yes"
             form = t.form if t.linker else f"{t.form}: pip install ziglang"
-            table.add_row(t.name, t.description, t.cpu, " ".join(t.features), form, here)
+            table.add_row(t.name, t.description, " ".join((t.cpu, *t.features)), form, here)
         for name, members in self.groups.items():
-            table.add_row(name, f"one bundle for {', '.join(members)}", "", "", "", "")
+            table.add_row(name, f"one bundle for {', '.join(members)}", "", "", "")
         console.print(table)
 
 
