@@ -20,7 +20,7 @@ from .bundle import plan as plans
 from .bundle import writer
 from .bundle.levels import LevelParts, combine
 from .calibrate import measure_on
-from .fingerprint import fingerprints
+from .fingerprint import fingerprints, model_digest
 from .frontend.half import is_double
 from .inputs import bound_specs, default_sizes
 from .ir import shape
@@ -76,7 +76,7 @@ def optimize(
 
     Raises InvalidModel, ShapeError, UnsupportedOperator, TargetError, or VerificationError naming the pass or stage.
     """
-    from .lower import lower
+    from .lower import lower, suited
     from .schedule import Schedules
     from .targets import get_all, ranked
 
@@ -96,15 +96,17 @@ def optimize(
         path = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
         verifier = Verifier.of_model(loaded, specs, path, normal.allows, frontend.decided_by_data(graph))
     known = Schedules.packaged() if schedules is None else schedules
-    log = _rewrite(graph, verifier, verify == "each", tell, partial(known.absorbs, chosen[0].name))
+    log = _rewrite(graph, verifier, verify == "each", tell, partial(known.absorbs, chosen[0].measured_as))
     tell("export", 0.0)
     exported = export.to_model(graph, narrow=True)
     tell("lower", 0.0)
+    chosen = suited(chosen, graph)
     lowered, *others = (lower(graph, one, normal.constraints, known) for one in chosen)
     parts: list[LevelParts] = []
-    for one, made in zip(chosen, (lowered, *others), strict=True):
-        tell("build kernels", len(parts) / len(chosen))
-        level = plans.Level(one.name, one.features, made.plan, one.build(made.kernels))
+    for number, (one, made) in enumerate(zip(chosen, (lowered, *others), strict=True)):
+        tell("build kernels", number / len(chosen))
+        library = one.build(made.kernels, lambda share, at=number: tell("build kernels", (at + share) / len(chosen)))
+        level = plans.Level(one.name, one.features, made.plan, library)
         parts.append(LevelParts(level, made.constants, made.stored))
     names = ranked(chosen)
     metadata = {
@@ -113,6 +115,7 @@ def optimize(
         "model": loaded.graph.name,
         "source_sha256": _digest(model),
         "constants": fingerprints(loaded),
+        **({} if isinstance(model, onnx.ModelProto) else {"model_digest": model_digest(model)}),
     }
     bundle = combine(parts, names, metadata)
     error = None

@@ -1,4 +1,4 @@
-"""Fingerprints of a model's constants, by which a bundle is told to be that of a model whose file is not at hand.
+"""What tells that a bundle is that of a model: a digest of its file, and fingerprints of its constants where the file is not at hand.
 
 A fingerprint is the sum, modulo 2⁶⁴, of a hash of each element's bits: what only rearranges a constant leaves it as it is.
 ``coda_edge/onnxruntime/native/ep/identity.c`` computes the same.
@@ -6,7 +6,11 @@ A fingerprint is the sum, modulo 2⁶⁴, of a hash of each element's bits: what
 
 from __future__ import annotations
 
+import hashlib
+import io
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +18,22 @@ import onnx
 from onnx import numpy_helper
 
 _BLOCK = 1 << 20
+_PIECE_BYTES = 1 << 22
 
 
 def fingerprints(model: onnx.ModelProto) -> str:
     """All constants of ``model``'s graph, by name: ``<name><fingerprint> …``, a hash and a sum of 16 hexadecimal digits each, in order."""
     found = {_name_hash(name): _fingerprint(tensor) for name, tensor in _constants(model.graph)}
     return " ".join(f"{name:016x}{found[name]:016x}" for name in sorted(found))
+
+
+def model_digest(model: str | os.PathLike[str] | bytes) -> str:
+    """SHA-256, in hexadecimal, of the SHA-256s of the pieces of 4 MiB of a model's file, or of the bytes of one; without external data."""
+    digests = hashlib.sha256()
+    with io.BytesIO(model) if isinstance(model, bytes) else Path(model).open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digests.update(hashlib.sha256(piece).digest())
+    return digests.hexdigest()
 
 
 def _constants(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TensorProto]]:

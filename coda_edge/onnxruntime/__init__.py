@@ -3,10 +3,12 @@
 ``package`` makes of a model the optimized graph, and a library of custom operators with its kernels. A session that registers the library
 runs our kernels for the ``coda`` nodes; one that does not runs their function bodies; every other node is onnxruntime's either way.
 
-``library_path`` is the generic library: with it onnxruntime runs a model as it is, by its bundle.
+``library_path`` is the generic library: with it onnxruntime runs a model as it is, by its bundle; ``add_provider`` sets a session up for
+that.
 """
 
 from .library import library_path
 from .packaging import Packaged, package
+from .provider import add_provider
 
-__all__ = ["Packaged", "library_path", "package"]
+__all__ = ["Packaged", "add_provider", "library_path", "package"]

@@ -2,6 +2,7 @@
  *
  * onnxruntime may run a session from many threads at a time; a session of ours serves one. So a node has as many as
  * were ever needed at once. */
+#include <malloc.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -163,6 +164,9 @@ static OrtStatus *compute(OrtNodeComputeInfo *info, void *state, OrtKernelContex
 
 static OrtStatus *create_state(OrtNodeComputeInfo *info, OrtNodeComputeContext *context, void **state) {
   (void)context;
+#ifdef __GLIBC__
+  malloc_trim(0); /* onnxruntime has just freed the weights that the bundle has, into a heap full of holes */
+#endif
   *state = info;
   return NULL;
 }

@@ -55,13 +55,14 @@ static size_t unstuff(const uint8_t *text, size_t length, uint8_t *data) {
 
 /* --- reading ------------------------------------------------------------------------------------------------------ */
 
-/* A text attribute in new memory, with a zero behind; NULL if there is none. `length` is without the zero. */
-static OrtStatus *read_text(const host *api, const OrtNode *node, const char *name, char **text, size_t *length) {
+/* A text attribute in new memory; NULL if there is none. Releases differ in whether its size counts a zero at its end.
+ */
+static OrtStatus *read_text(const host *api, const OrtNode *node, const char *name, char **text) {
   const OrtOpAttr *attribute = NULL;
   size_t size = 0;
   *text = NULL;
   OrtStatus *status = api->ort->Node_GetAttributeByName(node, name, &attribute);
-  if (status) /* some releases say that it is not there in this way */
+  if (status) /* some releases say in this way that it is not there */
     api->ort->ReleaseStatus(status);
   if (status || !attribute)
     return NULL;
@@ -70,11 +71,10 @@ static OrtStatus *read_text(const host *api, const OrtNode *node, const char *na
     api->ort->ReleaseStatus(status);
   if (!size)
     return NULL;
-  *text = malloc(size);
+  *text = calloc(size + 1, 1);
   if (!*text)
     return status_new(api->ort, ORT_FAIL, "no memory for the attribute '%s'", name);
-  *length = size - 1;
-  return api->ort->ReadOpAttr(attribute, ORT_ATTRIBUTE_STRING, *text, size, &size);
+  return api->ort->ReadOpAttr(attribute, ORT_ATTRIBUTE_STRING, *text, size + 1, &size);
 }
 
 static OrtStatus *read_number(const host *api, const OrtNode *node, const char *name, int64_t *number) {
@@ -91,13 +91,12 @@ static OrtStatus *read_number(const host *api, const OrtNode *node, const char *
 OrtStatus *context_is(const provider *p, const OrtNode *node, bool *result) {
   const char *type, *domain;
   char *source;
-  size_t length;
   *result = false;
   TRY(p->api.ort->Node_GetOperatorType(node, &type));
   TRY(p->api.ort->Node_GetDomain(node, &domain));
   if (strcmp(type, "EPContext") != 0 || strcmp(domain, "com.microsoft") != 0)
     return NULL;
-  OrtStatus *status = read_text(&p->api, node, "source", &source, &length);
+  OrtStatus *status = read_text(&p->api, node, "source", &source);
   *result = !status && source && strcmp(source, SOURCE) == 0;
   free(source);
   return status;
@@ -129,7 +128,8 @@ static OrtStatus *open_beside(provider *p, const OrtGraph *graph, const char *na
   return status;
 }
 
-static OrtStatus *open_embedded(provider *p, const char *text, size_t length, bundle **result) {
+static OrtStatus *open_embedded(provider *p, const char *text, bundle **result) {
+  const size_t length = strlen(text);
   void *memory;
   if (posix_memalign(&memory, ALIGNMENT, length + 1))
     return status_new(p->api.ort, ORT_FAIL, "no memory for a bundle of %zu bytes", length);
@@ -141,13 +141,12 @@ OrtStatus *context_read(provider *p, const OrtGraph *graph, const OrtNode *node,
   const OrtApi *ort = p->api.ort;
   int64_t embedded = 1;
   char *text = NULL;
-  size_t length = 0;
   TRY(read_number(&p->api, node, "embed_mode", &embedded));
-  OrtStatus *status = read_text(&p->api, node, "ep_cache_context", &text, &length);
+  OrtStatus *status = read_text(&p->api, node, "ep_cache_context", &text);
   if (!status && !text)
     status = status_new(ort, ORT_INVALID_GRAPH, "its EPContext node has no attribute 'ep_cache_context'");
   if (!status)
-    status = embedded ? open_embedded(p, text, length, result) : open_beside(p, graph, text, result);
+    status = embedded ? open_embedded(p, text, result) : open_beside(p, graph, text, result);
   free(text);
   if (!status)
     return NULL;

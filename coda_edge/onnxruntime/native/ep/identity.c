@@ -15,22 +15,33 @@
 #include "provider.h"
 #include "sha256.h"
 
+enum { PIECE_BYTES = 1 << 22 };
+
 bool file_digest(const char *path, char hex[65]) {
   struct stat info;
   const int file = open(path, O_RDONLY | O_CLOEXEC);
-  if (file < 0)
-    return false;
-  const bool usable = fstat(file, &info) == 0 && S_ISREG(info.st_mode) && info.st_size > 0;
-  void *data = usable ? mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_PRIVATE, file, 0) : MAP_FAILED;
-  close(file);
-  if (data == MAP_FAILED)
-    return false;
-  uint8_t digest[CODA_SHA256_BYTES];
-  coda_sha256(data, (size_t)info.st_size, digest);
-  munmap(data, (size_t)info.st_size);
-  for (size_t i = 0; i < sizeof digest; i++)
-    snprintf(hex + 2 * i, 3, "%02x", digest[i]);
-  return true;
+  const bool usable = file >= 0 && fstat(file, &info) == 0 && S_ISREG(info.st_mode) && info.st_size > 0;
+  const size_t size = usable ? (size_t)info.st_size : 0, pieces = (size + PIECE_BYTES - 1) / PIECE_BYTES;
+  uint8_t *digests = malloc(pieces * CODA_SHA256_BYTES + 1), whole[CODA_SHA256_BYTES];
+  bool good = usable && digests;
+  for (size_t i = 0; i < pieces && good; i++) {
+    const size_t offset = i * PIECE_BYTES, length = size - offset < PIECE_BYTES ? size - offset : PIECE_BYTES;
+    void *data = mmap(NULL, length, PROT_READ, MAP_PRIVATE, file, (off_t)offset);
+    good = data != MAP_FAILED;
+    if (good) {
+      coda_sha256(data, length, digests + i * CODA_SHA256_BYTES);
+      munmap(data, length);
+    }
+  }
+  if (file >= 0)
+    close(file);
+  if (good) {
+    coda_sha256(digests, pieces * CODA_SHA256_BYTES, whole);
+    for (size_t i = 0; i < sizeof whole; i++)
+      snprintf(hex + 2 * i, 3, "%02x", whole[i]);
+  }
+  free(digests);
+  return good;
 }
 
 /* FNV-1a. */
@@ -108,12 +119,28 @@ static bool find_print(const char *prints, uint64_t name, uint64_t *print) {
   return false;
 }
 
-static OrtStatus *compare_constants(const provider *p, const region *r, const char *prints, char reason[REASON_BYTES]) {
+static OrtStatus *is_external(const OrtApi *ort, const OrtValueInfo *constant, bool *external) {
+  OrtExternalInitializerInfo *info = NULL;
+  TRY(ort->ValueInfo_GetExternalInitializerInfo(constant, &info));
+  *external = info != NULL;
+  if (info)
+    ort->ReleaseExternalInitializerInfo(info);
+  return NULL;
+}
+
+/* Compares the region's constants with the bundle's, or of these only those that lie outside of the model's file. */
+static OrtStatus *compare_constants(const provider *p, const region *r, const char *prints, bool external_only,
+                                    char reason[REASON_BYTES]) {
   size_t all = 0, same = 0;
   for (size_t i = 0; i < r->constant_count && !*reason; i++) {
     const char *name;
     uint64_t print = 0, expected;
     size_t bytes;
+    bool external = true;
+    if (external_only)
+      TRY(is_external(p->api.ort, r->constants[i], &external));
+    if (!external)
+      continue;
     TRY(value_name(&p->api, r->constants[i], &name));
     TRY(read_constant(p->api.ort, r->constants[i], &print, &bytes));
     all += bytes;
@@ -130,35 +157,20 @@ static OrtStatus *compare_constants(const provider *p, const region *r, const ch
   return NULL;
 }
 
-static OrtStatus *has_external(const provider *p, const region *r, bool *external) {
-  *external = false;
-  for (size_t i = 0; i < r->constant_count && !*external; i++) {
-    OrtExternalInitializerInfo *info = NULL;
-    TRY(p->api.ort->ValueInfo_GetExternalInitializerInfo(r->constants[i], &info));
-    *external = info != NULL;
-    if (info)
-      p->api.ort->ReleaseExternalInitializerInfo(info);
-  }
-  return NULL;
-}
-
 OrtStatus *identity_check(const provider *p, const OrtGraph *graph, const region *r, const bundle *b,
                           char reason[REASON_BYTES]) {
-  const char *path = NULL, *source = bundle_metadata(b, "source_sha256"), *prints = bundle_metadata(b, "constants");
+  const char *path = NULL, *source = bundle_metadata(b, "model_digest"), *prints = bundle_metadata(b, "constants");
   char digest[65];
-  bool external;
   *reason = 0;
-  TRY(p->api.ort->Graph_GetModelPath(graph, &path));
-  TRY(has_external(p, r, &external));
-  const bool known = r->whole && !external && path && source && file_digest(path, digest);
-  if (known && strcmp(digest, source) == 0)
-    return NULL;
   if (!prints) {
     snprintf(reason, REASON_BYTES, "it does not record the model's constants, so that there is no telling");
     return NULL;
   }
-  TRY(compare_constants(p, r, prints, reason));
-  if (known && !*reason)
+  TRY(p->api.ort->Graph_GetModelPath(graph, &path));
+  const bool known = r->whole && source && path && *path && file_digest(path, digest);
+  const bool same = known && strcmp(digest, source) == 0;
+  TRY(compare_constants(p, r, prints, same, reason));
+  if (known && !same && !*reason)
     tell(p, ORT_LOG_WARNING, "%s: '%s' is not the file that it was compiled from, but has the same constants", b->path,
          path);
   return NULL;

@@ -123,7 +123,8 @@ void region_free(region *r);
 OrtStatus *identity_check(const provider *p, const OrtGraph *graph, const region *r, const bundle *b,
                           char reason[REASON_BYTES]);
 
-/* SHA-256 of a file in hexadecimal; false if it cannot be read. */
+/* SHA-256, in hexadecimal, of the SHA-256s of a file's pieces of 4 MiB; false if it cannot be read. In pieces, so that
+ * the file is never in memory as a whole. */
 bool file_digest(const char *path, char hex[65]);
 
 /* --- compute.c --- */
