@@ -83,14 +83,28 @@ def _canonical(dim: sympy.Expr) -> Dim:
 def _rounded(term: sympy.Expr) -> sympy.Expr:
     """The one form of a rounded quotient: floor((a - 1)/2) is floor(a/2 + 1/2) - 1, and ceiling(a/2) is floor(a/2 + 1/2).
 
+    A whole number over a whole number is rounded once, however it was cut: floor(floor(a/2)/3) is floor(a/6).
     Whatever is divided is then rarely negative, so that integer division gives it whichever way it rounds.
     """
-    numerator, denominator = sympy.fraction(sympy.together(term.args[0]))
+    quotient = term.args[0]
     if isinstance(term, sympy.ceiling):
-        numerator += denominator - 1
-    quotient = sympy.expand(numerator / denominator)
+        numerator, denominator = sympy.fraction(sympy.together(quotient))
+        quotient = (numerator + denominator - 1) / denominator
+    quotient = _rounded_once(sympy.expand(quotient))
     whole = sympy.floor(quotient.as_coeff_Add()[0])
     return sympy.floor(quotient - whole) + whole
+
+
+def _rounded_once(quotient: sympy.Expr) -> sympy.Expr:
+    """``quotient``, of which the floor is to be taken: floor((floor(u) + n)/m) is floor((u + n)/m) for whole n and positive whole m."""
+    for inner in quotient.atoms(sympy.floor):
+        share = quotient.coeff(inner)
+        if not share.is_Rational or share.p != 1 or share.q == 1:
+            continue
+        rest = sympy.expand((quotient - share * inner) * share.q)
+        if rest.is_integer and not rest.has(inner):
+            return _rounded_once(sympy.expand(share * (inner.args[0] + rest)))
+    return quotient
 
 
 def format_dim(dim: Dim) -> int | str:

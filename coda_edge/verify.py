@@ -40,8 +40,10 @@ Runner = Callable[[Sequence[str], Mapping[str, npt.NDArray[Any]]], Arrays]
 TOLERANCE = 1e-4
 #: What rounding the outputs adds to it, where two close numbers may be rounded apart: the spacing of a dtype relative to its numbers.
 ROUNDING = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
-#: Lengths tried, longest first, until onnxruntime runs the model: position tables and reshapes bound them.
-LENGTHS = (128, 64, 32, 16, 8, 4, 1)
+#: Lengths tried, in order, until onnxruntime runs the model: position tables and reshapes bound them, and a sound has many samples.
+LENGTHS = (128, 64, 32, 16, 8, 4, 1, 512, 2048, 8192, 16384, 32768)
+#: Where none of them goes for all sizes, each is tried with each of these, if there are no more sizes than that.
+UNEQUAL, MOST_UNEQUAL = tuple(range(1, 65)), 3
 #: For each length, the batches tried: a model may need more entries than one.
 BATCHES = (1, 3)
 #: The cases of a check: batch, length as a share of the longest that runs, and padding.
@@ -247,7 +249,8 @@ class Verifier:
         for batch, size, padding in [*wanted, *(small if variants else ())]:
             at = default_sizes(specs, batch, size)
             if not allowed(at):
-                at = default_sizes(specs, batch, length)
+                at = sizes | {name: batch for name in _batches(specs)}
+                at = at if allowed(at) else sizes
             feeds = generate_inputs(specs, at, seed=len(cases), padding=padding)
             expected = _try(session, names, feeds)
             if expected is not None:
@@ -374,14 +377,37 @@ def _longest(
     names: Sequence[str],
     allowed: Callable[[Mapping[str, int]], bool],
 ) -> tuple[int, dict[str, int]]:
+    """The first length of all sizes at which onnxruntime runs the model, or the longest of unequal ones; and the sizes."""
     for length, batch in itertools.product(LENGTHS, BATCHES):
         sizes = default_sizes(specs, batch, length)
         if allowed(sizes) and _try(session, names, generate_inputs(specs, sizes)) is not None:
             return length, sizes
+    for sizes in itertools.islice(_unequal(specs, allowed), len(UNEQUAL)):
+        if _try(session, names, generate_inputs(specs, sizes)) is not None:
+            return max(sizes.values()), sizes
     raise VerificationError(
         "onnxruntime runs the model on no made-up inputs, so the result can't be checked: give the sizes with shapes, "
         "or skip the check with verify=False"
     )
+
+
+def _unequal(specs: Sequence[InputSpec], allowed: Callable[[Mapping[str, int]], bool]) -> Iterator[dict[str, int]]:
+    """Sizes that the graph is meant for, those that differ least first."""
+    base = default_sizes(specs, BATCHES[0])
+    free = sorted(base.keys() - _batches(specs))
+    if not 0 < len(free) <= MOST_UNEQUAL:
+        return
+    values = UNEQUAL if len(free) < MOST_UNEQUAL else UNEQUAL[:: len(free)]
+    for chosen in sorted(itertools.product(values, repeat=len(free)), key=lambda c: (max(c) - min(c), -max(c))):
+        sizes = base | dict(zip(free, chosen, strict=True))
+        if allowed(sizes):
+            yield sizes
+
+
+def _batches(specs: Sequence[InputSpec]) -> set[str]:
+    """The sizes that are numbers of batch entries."""
+    one, other = (default_sizes(specs, batch) for batch in BATCHES)
+    return {name for name, size in one.items() if size != other[name]}
 
 
 def _try(

@@ -114,6 +114,7 @@ OPERATORS = (
         "layernormalization",
         "leakyrelu",
         "less",
+        "loop",
         "less_or_equal",
         "log",
         "logsoftmax",
@@ -161,6 +162,7 @@ OPERATORS = (
         "round",
     ],
     *[
+        "scan",
         "scatter",
         "scatterelements",
         "scatternd",
@@ -198,7 +200,10 @@ OPERATORS = (
 REFUSED = (
     "test_batchnorm_epsilon_training_mode",
     "test_batchnorm_example_training_mode",
+    "test_loop13_seq",
+    "test_loop16_seq_none",
     "test_maxpool_with_argmax",
+    "test_scan_sum",
     "test_training_dropout",
 )
 #: Of these, what ONNX's reference differs from: it rounds the size of the output otherwise than onnxruntime, whom we follow.
@@ -207,7 +212,7 @@ AS_ONNXRUNTIME = (
     "test_resize_downsample_scales_cubic_align_corners",
 )
 #: Modules of operators that nothing lowers, with a word of the error.
-UNKNOWN = {"det": "Det", "loop": "Loop", "maxunpool": "MaxUnpool", "scan": "Scan", "unique": "Unique"}
+UNKNOWN = {"det": "Det", "maxunpool": "MaxUnpool", "unique": "Unique"}
 #: Cases that run as bundles.
 BUILT = (
     *("averagepool.test_averagepool_2d_ceil", "attention.test_attention_4d_gqa_with_past_and_present"),
@@ -257,7 +262,8 @@ def _baked(case: Any) -> Case:
     given, results = case.data_sets[0]
     feeds, inputs = {}, []
     for index, (info, value) in enumerate(zip(case.model.graph.input, map(_array, given), strict=True)):
-        if index and _is_operand(model.graph.node[0].op_type, value):
+        op = model.graph.node[0].op_type
+        if (index or op == "Loop") and _is_operand(op, value):
             model.graph.initializer.append(numpy_helper.from_array(value, info.name))
         else:
             inputs.append(info)

@@ -3,16 +3,19 @@
 1. An If whose condition follows from constants and sizes is replaced by the branch taken.
 2. One whose condition data decides is computed both ways, and ``Where`` picks each result. Both branches must give results of the same
    dtypes and shapes, and neither may fail or draw random numbers: no gathers or scatters by indices that are computed.
-3. Loop, Scan and what else repeats as data decides is refused by name.
+3. A Loop or Scan is its body as often as it runs (``loops``); what repeats as data decides is refused by name.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
 from .. import ir
 from ..errors import UnsupportedOperator
+from . import loops
 from .fold import RANDOM, inline_constants
 from .shapes import Call, Type, infer_nested, shape_rule
 
@@ -66,21 +69,31 @@ def inline_branches(graph: gs.Graph) -> int:
         return 0
     editor = ir.GraphEditor(graph)
     for node in found:
-        if node.op != "If":
-            choices = f"data decides how often its body runs, or a count that is not unrolled: {_ADVICE}"
-            raise UnsupportedOperator(node.op, node.name, choices)
-        test = node.inputs[0]
-        condition = ir.scalar_value(test)
+        if node.op not in _WRITTEN:
+            raise UnsupportedOperator(node.op, node.name, f"it works on sequences: {_ADVICE}")
         outputs = list(node.outputs)
-        if condition is not None:
-            results = _inlined(editor, _branch(node, bool(condition)))
-        else:
-            sides = [_inlined(editor, _branch(node, taken)) for taken in (True, False)]
-            results = [_chosen(editor, test, *pair) for pair in zip(*sides, strict=True)]
+        results = _WRITTEN[node.op](editor, node)
         ir.remove_nodes(graph, [node])
         for old, new in zip(outputs, results, strict=True):
             editor.replace(old, new)
     return len(found)
+
+
+def _choice(editor: ir.GraphEditor, node: gs.Node) -> list[ir.Tensor]:
+    """What an If gives."""
+    test = node.inputs[0]
+    condition = ir.scalar_value(test)
+    if condition is not None:
+        return _inlined(editor, _branch(node, bool(condition)))
+    sides = [_inlined(editor, _branch(node, taken)) for taken in (True, False)]
+    return [_chosen(editor, test, *pair) for pair in zip(*sides, strict=True)]
+
+
+_WRITTEN: dict[str, Callable[[ir.GraphEditor, gs.Node], list[ir.Tensor]]] = {
+    "If": _choice,
+    "Loop": loops.unroll,
+    "Scan": loops.unroll,
+}
 
 
 def _inlined(editor: ir.GraphEditor, branch: gs.Graph) -> list[ir.Tensor]:

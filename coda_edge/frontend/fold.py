@@ -6,7 +6,7 @@ Also equal constants and equal nodes are merged here, and dead nodes removed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -90,8 +90,8 @@ def fold_constants(graph: gs.Graph, expand: bool = False) -> int:
         if t.name and (ir.is_output(graph, t) or any(id(user) not in inside for user in t.outputs))
     ]
     opset = graph.opset or 18
-    values = [np.asarray(value) for value in _evaluate(nodes, wanted, opset)]
-    followed = Followed(lambda some, tensors: _evaluate(some, tensors, opset))
+    values = [np.asarray(value) for value in evaluate(nodes, wanted, opset)]
+    followed = Followed(lambda some, tensors: evaluate(some, tensors, opset))
     weights = [followed.weight(tensor, value) for tensor, value in zip(wanted, values, strict=True)]
     ir.remove_nodes(graph, nodes)
     for tensor, value, weight in zip(wanted, values, weights, strict=True):
@@ -103,10 +103,12 @@ def _has_graph(node: gs.Node) -> bool:
     return any(isinstance(v, gs.Graph) for v in node.attrs.values())
 
 
-def _evaluate(nodes: Sequence[gs.Node], wanted: Sequence[gs.Variable], opset: int) -> list[ir.Array]:
-    """The values of ``wanted``. Constants are fed, not embedded: nothing is serialised but the nodes."""
+def evaluate(
+    nodes: Sequence[gs.Node], wanted: Sequence[ir.Tensor], opset: int, given: Mapping[str, ir.Array] | None = None
+) -> list[ir.Array]:
+    """The values of ``wanted``, by those of ``given`` tensors. Constants are fed, not embedded: nothing is serialised but the nodes."""
     constants = {t.name: t for n in nodes for t in n.inputs if isinstance(t, gs.Constant) and t.name}
-    feeds = {name: np.asarray(t.values) for name, t in constants.items()}
+    feeds = {name: np.asarray(t.values) for name, t in constants.items()} | dict(given or {})
     graph = onnx.helper.make_graph(
         [gs.exporters.onnx_exporter.OnnxExporter.export_node(n) for n in nodes],
         "constants",

@@ -23,6 +23,8 @@ Source: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto"
 
 #: The lowest opset of the default domain that the frontend works on; older models are converted to it.
 OPSET = 18
+# The opset of the Scan that is not over batches.
+_SCAN = 9
 # Initializers above this size are taken out while C++ works on the model: it serialises, and protobuf ends at 2 GB.
 _LARGE = 1024
 # The longest dimension that a caller can pin: products of a few of them stay within int64.
@@ -138,6 +140,12 @@ def _convert(model: onnx.ModelProto, name: str) -> onnx.ModelProto:
     version = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), OPSET)
     if version >= OPSET:
         return model
+    batched = next((n for n in model.graph.node if n.op_type == "Scan"), None) if version < _SCAN else None
+    if batched is not None:
+        where = f"Scan (node '{batched.name or batched.output[0]}')"
+        raise InvalidModel(
+            f"{name} is of opset {version}, whose {where} is another operator: export it with opset {_SCAN} or later"
+        )
     try:
         return version_converter.convert_version(model, OPSET)
     except (RuntimeError, onnx.shape_inference.InferenceError) as error:

@@ -100,8 +100,8 @@ class SymbolicInfo:
 class Equalities:
     """Sizes that were assumed equal: each later symbol is an expression in earlier ones, in order of the inputs.
 
-    A product, a quotient or the like that cannot be solved for a symbol is known as a whole, if it equals a number, or if it is
-    rounded and has to be what it is before rounding.
+    A product, a quotient or the like that cannot be solved for a symbol is known as a whole, if it equals a number, if it is
+    rounded and has to be what it is before rounding, or if it is the larger or smaller of two of which it has to be one.
     """
 
     def __init__(self, order: Iterable[sympy.Symbol]) -> None:
@@ -145,10 +145,16 @@ class Equalities:
         return bool(value.is_integer)
 
     def _equate_term(self, difference: sympy.Expr) -> bool:
-        """Assumes that ``difference``, a term less a number or a rounded quotient less itself, is 0.
+        """Assumes that ``difference`` is 0: a term less a number, a rounded quotient less itself, a largest or smallest less one of its arguments.
 
         A product of sizes is 1 only if each of them is.
         """
+        for extreme in difference.atoms(sympy.Max, sympy.Min):
+            factor = difference.coeff(extreme)
+            for argument in extreme.args:
+                if sympy.expand(difference - factor * (extreme - argument)) == 0:
+                    self.known[extreme] = argument
+                    return True
         for rounded in difference.atoms(sympy.floor, sympy.ceiling):
             exact = rounded.args[0]
             if sympy.expand(difference - difference.coeff(rounded) * (rounded - exact)) == 0:
@@ -250,6 +256,11 @@ class Call:
         if not terms:
             self.state.info.constraints.append(Constraint(a, "=", b, self.name))
         for term, value in terms.items():
+            if isinstance(term, sympy.Max | sympy.Min) and value in term.args:
+                for other in term.args:
+                    low, high = (other, value) if isinstance(term, sympy.Max) else (value, other)
+                    self.at_most(low, high, "a dimension that the node needs to be the larger or smaller of two")
+                continue
             if not value.is_Integer:
                 numerator, denominator = sympy.fraction(sympy.together(value))
                 self.divisible(numerator, denominator, "a quotient that the node needs to be whole")

@@ -48,12 +48,12 @@ def _mul(a: Scalar, b: Scalar) -> Scalar:
 
 def _min(a: Scalar, b: Scalar) -> Scalar:
     order = sign(_sub(b, a))
-    return simplify(sympy.Min(a, b)) if order is None else a if order >= 0 else b
+    return simplify(sympy.Min(exact(a), exact(b))) if order is None else a if order >= 0 else b
 
 
 def _max(a: Scalar, b: Scalar) -> Scalar:
     order = sign(_sub(b, a))
-    return simplify(sympy.Max(a, b)) if order is None else b if order >= 0 else a
+    return simplify(sympy.Max(exact(a), exact(b))) if order is None else b if order >= 0 else a
 
 
 def floor_divide(a: Dim, b: Dim) -> Dim | None:
@@ -133,10 +133,21 @@ def _extreme(call: Call, found: list[Type]) -> Values | None:
     return _map(call, found, fold)
 
 
+def _quotient(call: Call, a: Dim, b: Dim) -> Dim | None:
+    """``a / b`` rounded to zero; of an ``a`` that small sizes make negative, 0 down to -b, and beyond that assumed not to be."""
+    found = floor_divide(a, b)
+    if found is not None or isinstance(a, int) or not isinstance(b, int) or b <= 0 or a.is_negative or a.is_nonpositive:
+        return found
+    if nonnegative(simplify(a + b - 1)):
+        return simplify(sympy.Max(0, sympy.floor(a / b)))
+    call.at_most(0, a, "a quotient that is a size")
+    return simplify(sympy.floor(a / b))
+
+
 @value_rule("Div")
 def _div(call: Call, found: list[Type]) -> Values | None:
     if np.dtype(found[0][0]).kind in "iu":
-        return _map(call, found, floor_divide)
+        return _map(call, found, lambda a, b: _quotient(call, a, b))
     return _map(call, found, lambda a, b: (exact(a / b) if isinstance(a / b, sympy.Expr) else a / b) if b else None)
 
 
