@@ -17,10 +17,11 @@ from . import (
     pointwise,
     reduction,
 )
+from .integer_form import suited
 from .planner import Lowered, lower
 from .registry import KERNELS, POINTWISE
 
-__all__ = ["KERNELS", "POINTWISE", "Lowered", "lower"]
+__all__ = ["KERNELS", "POINTWISE", "Lowered", "lower", "suited"]
 
 # Imported for the operators that they register.
 _RULES = (

@@ -102,6 +102,16 @@ class Body:
         self.emit(tirx.AllocBuffer(buffer))
         return buffer
 
+    def view(self, buffer: Buffer, dtype: str) -> Buffer:
+        """The memory of a buffer parameter as elements of ``dtype``."""
+        pointer = tvm.ir.PointerType(tvm.ir.PrimType(dtype))
+        data = tirx.Var(f"{buffer.name}_{dtype}", pointer)
+        address = tirx.address_of(tirx.BufferLoad(buffer, [index(0)]))
+        self.emit(tirx.stmt.Bind(data, tirx.call_intrin(pointer, "tirx.reinterpret", address)))
+        seen = external(f"{buffer.name}_{dtype}", dtype)
+        self.emit(tirx.DeclBuffer(seen, data=data))
+        return seen
+
     def prefetch(self, buffer: Buffer, at: Index, cache: int = 2) -> None:
         """Asks for the cache line of element ``at`` to be brought to the first-level or the second-level ``cache``."""
         address = tirx.address_of(tirx.BufferLoad(buffer, [index(at)]))

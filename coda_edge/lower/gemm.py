@@ -30,7 +30,7 @@ from .gemm_rows import WindowShape, WindowSizes
 from .gemm_shape import GemmShape
 from .gemv import few_rows_scratch
 from .kernel import KernelCall, KernelSource, Packed, Workspace
-from .weights import WeightFormat
+from .weights import BYTES, WeightFormat
 
 Operand: TypeAlias = "str | Packed"
 
@@ -57,14 +57,18 @@ def lower_gemm(
     schedule: GemmSchedule | None = None,
     source: tuple[str, ...] = (),
     windows: Windows | None = None,
+    zero: int = 0,
 ) -> KernelCall:
-    """The kernel call for ``program`` over ``a [rows, K] @ weight [K, N]``, computed in float32.
+    """The kernel call for ``program`` over ``a [rows, K] @ weight [K, N]``, computed in float32, or of whole numbers.
 
     ``operands`` follow ``program.params[1:]`` and ``outputs`` ``program.outputs``: tiles ``[rows, width]``, rows ``[rows]``, columns
     ``[width]``, scalars one element. ``rows_per_batch``: S of outputs with ``heads`` and of operands that positions or batch
-    entries share. ``windows``: A is a tensor, and ``rows`` are its windows. Raises ShapeError if they do not fit.
+    entries share. ``windows``: A is a tensor, and ``rows`` are its windows.
+
+    Where ``program`` begins with int32 sums, A is of bytes as the target's ``Dot`` reads them, ``weight`` of int8, and ``zero`` what A holds in place of 0. Raises ShapeError if they do not fit.
     """
-    weight = weight if isinstance(weight, Weight) else Weight(np.asarray(weight, np.float32))
+    whole = program.params[0].dtype == "i32"
+    weight = weight if isinstance(weight, Weight) else Weight(np.asarray(weight, np.int8 if whole else np.float32))
     k, n = weight.stored.shape
     check_call(name, program, n, operands, outputs)
     if program.batched and rows_per_batch is None:
@@ -80,7 +84,8 @@ def lower_gemm(
         window = WindowShape.of(windows.window, k // windows.window.taps)
         placed = WindowSizes.of(window, windows.batch, windows.sizes, schedule.block_rows, schedule.rows)
         blocks, sizes, lines = placed.blocks, placed.ints, placed.scratch(window)
-    shape = GemmShape(program, n, k, schedule, WeightFormat.of(weight), window)
+    form = WeightFormat(BYTES) if whole else WeightFormat.of(weight)
+    shape = GemmShape(program, n, k, schedule, form, window, target.dot if whole else "", zero)
     symbol = f"gemm_{n}x{k}_{_key(target, shape)}"
     merge = f"{symbol}_finish"
     count = shape.partials
@@ -93,7 +98,7 @@ def lower_gemm(
         ints=(rows, *batches, *sizes),
         items=simplify(blocks * shape.groups),
         grain=schedule.grain,
-        scratch=simplify(4 * (lines + max(shape.scratch, few_rows_scratch(shape)))),
+        scratch=simplify(shape.itemsize * lines + 4 * max(shape.scratch, few_rows_scratch(shape))),
         finish=KernelSource(merge, lambda: Kernel(shape).merge(merge)) if count else None,
         outputs=tuple(outputs),
         flops=simplify(rows * (2 * n * k + program.flops(n))),
@@ -126,6 +131,8 @@ def _key(target: Target, shape: GemmShape) -> str:
             shape.schedule,
             shape.format,
             shape.window,
+            shape.dot,
+            shape.zero,
         )
     )
     return hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -141,7 +148,7 @@ def _traffic(shape: GemmShape, rows: Dim, rows_per_batch: Dim | None) -> Dim:
     wide = (Kind.TILE, Kind.COL)
     stored = [(p.name, program.operand_width(p, n) if p.kind in wide else 1, p.rows) for p in program.params[1:]]
     stored += [(o.value, program.output_width(o, n) if o.kind is Kind.TILE else 1, Rows.ALL) for o in program.outputs]
-    total: Dim = 4 * rows * shape.k + shape.format.bytes(n, shape.k)
+    total: Dim = shape.itemsize * rows * shape.k + shape.format.bytes(n, shape.k)
     for value, width, which in stored:
         size = tvm.DataType(STORAGE[dtypes[value]]).itemsize
         total = total + size * width * (counts[which] if kinds[value] in (Kind.TILE, Kind.ROW) else 1)

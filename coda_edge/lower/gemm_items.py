@@ -10,6 +10,7 @@ from tvm import tirx
 from ..epilogue.program import Kind, Rows
 from ..epilogue.tir import STORAGE, Columns, Evaluator, Place, level
 from .body import Body, Expr, external, index, load, ramp, widen
+from .dot import DOTS
 from .gemm_layout import scaled
 from .gemm_rows import MatrixRows, PackedRows, WindowRows
 from .gemm_rows import Rows as LeftRows
@@ -31,7 +32,8 @@ class Kernel:
         self.schedule = shape.schedule
         self.body = Body()
         program, dtypes = shape.program, shape.program.dtypes()
-        self.a, self.weight = external("a"), PackedWeight.declare(shape.format, shape.k)
+        self.a = external("a", DOTS[shape.dot].dtype if shape.dot else "float32")
+        self.weight = PackedWeight.declare(shape.format, shape.k)
         self.operands = {p.name: external(p.name, STORAGE[p.dtype]) for p in program.params[1:]}
         self.outputs = {o.name: external(f"{o.name}_out", STORAGE[dtypes[o.value]]) for o in program.outputs}
         self.partials, self.scratch = external("partials"), external("scratch")
@@ -46,7 +48,9 @@ class Kernel:
     def _left(self) -> LeftRows:
         shape, schedule = self.shape, self.schedule
         if shape.window is not None:
-            return WindowRows(self.body, shape.window, self.a, self.scratch, shape.scratch, self.rows, schedule.lanes)
+            return WindowRows(
+                self.body, shape.window, self.a, self.scratch, shape.scratch, self.rows, schedule.lanes, shape.zero
+            )
         rows = MatrixRows(self.body, self.a, self.rows, shape.k, schedule.block_rows, schedule.rows)
         return PackedRows(rows, self.scratch, shape.packed_at) if shape.packs else rows
 

@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Protocol
 
+import numpy as np
 import sympy
 from tvm import tirx
 
 from ..symbolic import Dim, product, simplify
 from ..window import Window
-from .body import Body, Buffer, Expr, Index, f32, index, load, turned, widen
+from .body import Body, Buffer, Expr, Index, index, load, turned, widen
 
 
 class Rows(Protocol):
@@ -147,6 +148,8 @@ class PackedRows:
 
 _SQUARE = 4
 """Rows and steps that are turned at a time."""
+_UNIT = 4
+"""Bytes of an element of scratch."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,7 @@ class WindowSizes:
         return (*itertools.chain(*self.spatial), self.lines, self.parts, self.part, self.tall, self.wide)
 
     def scratch(self, shape: WindowShape) -> Dim:
-        """float32 of the lines of a block."""
+        """Elements of the lines of a block."""
         return simplify(self.tall * self.wide * (shape.planes * shape.channels))
 
 
@@ -231,16 +234,22 @@ def _quotient(a: Dim, b: Dim) -> Dim:
 
 
 class WindowRows:
-    """The windows of ``a [batch, *spatial, channels]``, whose lines ``prepare`` copies to ``scratch`` from element ``at`` on."""
+    """The windows of ``a [batch, *spatial, channels]``, whose lines ``prepare`` copies to ``scratch`` from float32 ``at`` on.
+
+    ``vector``: float32 of a vector; ``zero``: what A holds in place of 0, which stands around its lines.
+    """
 
     stride = 1
     copies = True
     blocks = index(0)
 
     def __init__(
-        self, body: Body, shape: WindowShape, a: Buffer, scratch: Buffer, at: int, rows: Expr, vector: int
+        self, body: Body, shape: WindowShape, a: Buffer, scratch: Buffer, at: int, rows: Expr, vector: int, zero: int
     ) -> None:
-        self.buffer = scratch
+        size = np.dtype(str(a.dtype)).itemsize
+        self.buffer = scratch if size == _UNIT else body.view(scratch, str(a.dtype))
+        at, vector = at * (_UNIT // size), vector * (_UNIT // size)
+        self._zero = tirx.const(zero, str(a.dtype))
         window = shape.window
         self._joined = window.dilations[-1] == 1
         self.run = shape.channels * (window.kernel[-1] if self._joined else 1)
@@ -325,7 +334,7 @@ class WindowRows:
     def _fill(self, start: Expr, count: Expr) -> None:
         start = self._body.let(start, "to")
         for offset, lanes in self._spans(count):
-            self._body.store(self.buffer, start + offset, widen(f32(0), lanes))
+            self._body.store(self.buffer, start + offset, widen(self._zero, lanes))
 
     def _copy(self, start: Expr, source: Expr, count: Expr) -> None:
         start, source = self._body.let(start, "to"), self._body.let(source, "from")

@@ -16,7 +16,10 @@ from .weights import PLAIN, WeightFormat
 
 @dataclass(frozen=True)
 class GemmShape:
-    """What a GEMM kernel is generic over: everything but its number of rows."""
+    """What a GEMM kernel is generic over: everything but its number of rows.
+
+    ``dot``: the operation of ``dot.DOTS`` that products of whole numbers are made of; "": they are of float32. ``zero``: what A holds in place of 0.
+    """
 
     program: EpilogueProgram
     n: int
@@ -24,6 +27,18 @@ class GemmShape:
     schedule: GemmSchedule
     format: WeightFormat = PLAIN
     window: WindowShape | None = None
+    dot: str = ""
+    zero: int = 0
+
+    @property
+    def accumulator(self) -> str:
+        """The dtype of sums of products."""
+        return "int32" if self.dot else "float32"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of A."""
+        return 1 if self.dot else 4
 
     @cached_property
     def panels(self) -> int:
@@ -63,7 +78,7 @@ class GemmShape:
     @property
     def parts(self) -> int:
         """Parts of K that are gone over one after the other; the taps of a window stay together."""
-        blocked = self.schedule.k_block and self.window is None
+        blocked = self.schedule.k_block and self.window is None and not self.dot
         return -(-self.k // self.schedule.k_block) if blocked else 1
 
     @property
@@ -79,7 +94,7 @@ class GemmShape:
     @property
     def packs(self) -> bool:
         """Whether rows of A are copied to scratch tile by tile."""
-        return self.schedule.pack and self.window is None
+        return self.schedule.pack and self.window is None and not self.dot
 
     @property
     def scratch(self) -> int:

@@ -13,7 +13,9 @@ from tvm import tirx
 
 from ..epilogue.program import Kind, Output, Param, Rows
 from ..epilogue.tir import STORAGE, Columns, Evaluator, Place, as_stored, level
-from .body import Buffer, Expr, Index, f32, index, lanes, load, shuffle, widen
+from .body import Buffer, Expr, Index, index, lanes, load, shuffle, widen
+from .dot import DOTS
+from .gemm_integer import multiply_words
 from .gemm_layout import Layout, scaled
 from .weights import WeightPanel
 
@@ -117,11 +119,12 @@ class Tile:
         body, number = self.body, self.part.number
         for i in range(len(self.rows)):
             for place, _, n in self._pieces():
-                self.acc[Place(i, place.cls, place.part)] = body.alloc(n, name="acc")
+                self.acc[Place(i, place.cls, place.part)] = body.alloc(self._wide(n), self.shape.accumulator, "acc")
         begins = number == 0 if isinstance(number, int) else number.equal(index(0))
         with body.when(begins):
             for place, acc in self.acc.items():
-                body.store(acc, 0, widen(f32(0), self._lanes(place)))
+                zero = tirx.const(0, self.shape.accumulator)
+                body.store(acc, 0, widen(zero, self._wide(self._lanes(place))))
         if begins is not True:
             with body.when(tirx.Not(begins) if isinstance(number, tirx.Var) else True):
                 for place, at in self._waiting():
@@ -143,7 +146,14 @@ class Tile:
     def _lanes(self, place: Place) -> int:
         return self.columns.parts[place.part][1]
 
+    def _wide(self, count: int) -> int:
+        """Lanes of the accumulator of ``count`` columns."""
+        return DOTS[self.shape.dot].lanes if self.shape.dot else count
+
     def _multiply(self) -> None:
+        if self.shape.dot:
+            multiply_words(self, self._pieces(), self._prefetch)
+            return
         body, left, schedule, part = self.body, self.kernel.left, self.kernel.schedule, self.part
         panel = self.kernel.weight.panel(body, self.panel, schedule.width, self.columns.width)
         sure = self.place.sure
@@ -273,8 +283,8 @@ class Tile:
     def _leaf(self, name: str, place: Place) -> Expr | None:
         kernel, program = self.kernel, self.shape.program
         if name == program.params[0].name:
-            acc = self.acc[place]
-            return load(acc, 0, self.columns.parts[place.part][1])
+            count = self._lanes(place)
+            return shuffle([load(self.acc[place], 0, self._wide(count))], range(count))
         row = self.rows[place.row]
         if name in self.shape.hoisted:
             slot = self.shape.hoisted.index(name)

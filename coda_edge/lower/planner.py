@@ -27,6 +27,7 @@ from ..frontend.shapes import DataSize
 from ..ir import Tensor
 from ..schedule.database import Schedules
 from ..symbolic import Dim, simplify, symbol
+from .integer_form import integer_form
 from .kernel import KernelCall, KernelSource, Packed, Workspace, count_name
 from .pointwise import lower_copy, lower_node, product
 from .registry import KERNELS, POINTWISE, Context, choices, identical, inlined
@@ -75,6 +76,7 @@ def lower(
     Raises UnsupportedOperator for an operator that neither the registry nor a template covers, ShapeError for a size that
     neither an input's shape nor an element of a tensor determines.
     """
+    graph = integer_form(graph, target)
     info = infer(graph)
     known = known_symbols(graph, info)
     for c in info.constraints:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from ..attention import Operands, bands
@@ -14,7 +15,7 @@ from ..targets.target import Target
 from ..weights import weight_of
 from ..window import rows_shape
 from .pointwise import product
-from .weights import WeightFormat
+from .weights import BYTES, WeightFormat
 
 
 def gemm_problem(node: gs.Node, target: Target) -> Problem:
@@ -24,13 +25,17 @@ def gemm_problem(node: gs.Node, target: Target) -> Problem:
     window = node.attrs.get("window")
     words = [epilogue_class(EpilogueProgram.parse(node.attrs["epilogue"])), "window" if window else ""]
     return Problem(
-        target.name,
+        target.measured_as,
         "gemm",
         (int(n), int(k)),
         "+".join(filter(None, words)),
-        format_class(WeightFormat.of(weight_of(weight))),
+        format_class(_format(weight, target)),
         rows_bucket(product(rows_shape(shape(a), window)[:-1])),
     )
+
+
+def _format(weight: gs.Constant, target: Target) -> WeightFormat:
+    return WeightFormat(BYTES) if target.dot and weight.dtype == np.int8 else WeightFormat.of(weight_of(weight))
 
 
 def attention_problem(node: gs.Node, target: Target) -> Problem:
@@ -46,7 +51,7 @@ def attention_problem(node: gs.Node, target: Target) -> Problem:
         "rounded": "probability" in node.attrs,
     }
     return Problem(
-        target.name,
+        target.measured_as,
         "attention",
         (int(depth), int(columns)),
         "+".join(word for word, present in words.items() if present),

@@ -11,7 +11,7 @@ its eight fields and no lane ever moves. Factors and zero points of blocks of ro
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 import numpy as np
@@ -35,7 +35,9 @@ class _Narrow:
     bias: int
 
 
-_NARROW = {"int4": _Narrow(4, 8), "uint4": _Narrow(4, 0)}
+BYTES = "int8x4"
+"""The dtype of int8 that lie four rows to a word, for products of whole numbers."""
+_NARROW = {"int4": _Narrow(4, 8), "uint4": _Narrow(4, 0), BYTES: _Narrow(8, 0)}
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class WeightFormat:
     @property
     def converts(self) -> bool:
         """Whether the panels are not what the multiplication reads."""
-        return self != PLAIN
+        return self != PLAIN and self.dtype != BYTES
 
     @property
     def ahead(self) -> bool:
@@ -106,10 +108,9 @@ class WeightFormat:
         sides = 4 * (k * self.scaled + n * self.shifted)
         return self.itemsize * self.panel_size(n, k) + factors * self.groups(k) * n + sides
 
-    @staticmethod
-    def packed(name: str, weight: Weight, orders: Sequence[Sequence[int]]) -> list[Packed]:
+    def packed(self, name: str, weight: Weight, orders: Sequence[Sequence[int]]) -> list[Packed]:
         """What the kernel reads, in the order of ``PackedWeight.params``: panels, one for each of ``orders``, which are its columns."""
-        stored = _Stored.of(weight)
+        stored = replace(_Stored.of(weight), format=self)
         found = [Packed(name, np.concatenate([stored.panel(order) for order in orders]), orders)]
         for part, numbers in (("quanta", stored.quanta), ("zeros", stored.zeros)):
             if numbers is not None:
@@ -171,6 +172,7 @@ class _Stored:
         fields = np.zeros((-(-len(numbers) // rows) * rows, len(order)), np.uint32)
         fields[: len(numbers)] = (numbers.astype(np.int32) + self.format.bias).astype(np.uint32)
         shifts = np.arange(0, _WORD, bits, dtype=np.uint32)[:, None]
+        fields &= np.uint32((1 << bits) - 1)
         words: Array = np.bitwise_or.reduce(fields.reshape(-1, rows, len(order)) << shifts, axis=1)
         return words.reshape(-1)
 

@@ -80,7 +80,10 @@ class NormSpec:
 def norm_cases(norms: Mapping[NormSpec, int], target: Target, lengths: Sequence[int]) -> list[Case]:
     """``norms``, of each of which a model has so many, at each of ``lengths`` as the number of rows."""
     sizes = labels([{"rows": length} for length in lengths])
-    return [Case(norm_problem(target.name, s.k, s.n, s.centred), s, sizes, SPACE, count) for s, count in norms.items()]
+    return [
+        Case(norm_problem(target.measured_as, s.k, s.n, s.centred), s, sizes, SPACE, count)
+        for s, count in norms.items()
+    ]
 
 
 class PlanBench(Bench):

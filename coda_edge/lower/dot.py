@@ -1,0 +1,48 @@
+"""The operation that products of whole numbers are made of: four products of bytes, added to an int32 lane.
+
+A target that has such an instruction names its row (``Target.dot``); a new processor's is a row here. Bytes of the weights are signed;
+``low`` is the smallest number that a byte of the left operand holds, whose instruction says how it reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from .body import Expr, widen
+
+
+@dataclass(frozen=True)
+class Dot:
+    """``accumulate(sums, a, w)``: ``lanes`` int32 sums, each with the products of the four bytes of its int32 in ``a`` and in ``w`` added.
+
+    ``lanes``: how many the instruction has; sums that do not fit in 32 bits wrap.
+    """
+
+    lanes: int
+    low: int
+    accumulate: Callable[[Expr, Expr, Expr], Expr]
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the left operand's bytes."""
+        return "int8" if self.low < 0 else "uint8"
+
+
+def _vpdpbusd(bits: int) -> Callable[[Expr, Expr, Expr], Expr]:
+    """Intel SDM vol. 2C, VPDPBUSD: unsigned bytes of the second operand by signed bytes of the third."""
+
+    def accumulate(sums: Expr, a: Expr, w: Expr) -> Expr:
+        bytes_of_a, bytes_of_w = (tirx.reinterpret(f"int8x{bits // 8}", v) for v in (widen(a, bits // 32), w))
+        name = f"llvm.x86.avx512.vpdpbusd.{bits}"
+        return tirx.call_llvm_pure_intrin(f"int32x{bits // 32}", name, sums, bytes_of_a, bytes_of_w)
+
+    return accumulate
+
+
+DOTS: dict[str, Dot] = {
+    "vpdpbusd512": Dot(16, 0, _vpdpbusd(512)),
+    "vpdpbusd256": Dot(8, 0, _vpdpbusd(256)),
+}
