@@ -230,7 +230,7 @@ def _zeros(case: Case) -> bytes:
     body.store(out, 0, tirx.const(0.0, "float32"))
     kernel = body.function(symbols[0][0], [out, *ints])
     text = callers(symbols, target.lanes(4))
-    return link_shared(compile_kernels([kernel], target.tvm, text), exported(symbols), target.triple)
+    return link_shared([compile_kernels([kernel], target.tvm, text)], exported(symbols), target.triple)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ the kernel stores an error code in it. Buffers are aligned to their element only
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -16,12 +18,40 @@ import tvm
 from tvm import tirx
 from tvm.tirx.buffer import buffer_data_pointer_type, is_buffer_var
 
+from .. import _runtime
 from .half import ConvertByArithmetic, converts_float16
+from .kernel import KernelSource
 
 STATUS = "status"
 _BODY = "_body"
 _PIPELINES = {True: "coda_kernel", False: "coda_kernel_without_float16"}
 """By whether the processor converts float16."""
+
+
+_DEBUG = re.compile(r",? !dbg !\d+|^ +#dbg_.*\n|^!llvm\.dbg\.cu = .*\n", re.MULTILINE)
+"""What LLVM's text says for debuggers. Libraries are stripped of it, and it takes a fifth of the time of making machine code."""
+
+
+def compile_each(
+    kernels: Sequence[KernelSource], target: Mapping[str, object], progress: Callable[[float], None] | None = None
+) -> list[bytes]:
+    """A relocatable object for each kernel, as many at a time as there are cores; ``progress`` hears which share is done."""
+
+    def compiled(func: tirx.PrimFunc) -> bytes:
+        return compile_kernels([func], target)
+
+    objects: list[bytes] = []
+    pool = ThreadPoolExecutor(_runtime.cpu_cores())
+    try:
+        # Kernels are written by Python, one at a time; TVM and LLVM, which take most of the time, let other threads run.
+        futures: list[Future[bytes]] = [pool.submit(compiled, kernel.func) for kernel in kernels]
+        for future in futures:
+            objects.append(future.result())
+            if progress is not None:
+                progress(len(objects) / len(futures))
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return objects
 
 
 def compile_kernels(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object], callers: str = "") -> bytes:
@@ -45,7 +75,7 @@ def _generate(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object], call
     module = tvm.IRModule({str(f.attrs["global_symbol"]): f for f in funcs})
     with_status = [str(f.attrs["global_symbol"]) for f in funcs if _reports_status(f)]
     library = tvm.tirx.build(module, target=dict(target), pipeline=_PIPELINES[converts_float16(target)])
-    text = library.inspect_source("ll")
+    text = _DEBUG.sub("", library.inspect_source("ll"))
     for name in with_status:
         # TVM's code generator can only return zero: the wrapper gives the body a status word and returns it.
         text = text.replace(
@@ -73,7 +103,7 @@ define dllexport i32 @{name}(ptr %buffers, ptr %ints) {{
 
 
 _FILL = """
-define hidden ptr @memset(ptr %to, i32 %value, i64 %count) {
+define weak hidden ptr @memset(ptr %to, i32 %value, i64 %count) {
 entry:
   %byte = trunc i32 %value to i8
   %one = insertelement <16 x i8> poison, i8 %byte, i64 0
@@ -103,7 +133,7 @@ done:
 }
 """
 _COPY = """
-define hidden ptr @NAME(ptr %to, ptr %from, i64 %count) {
+define weak hidden ptr @NAME(ptr %to, ptr %from, i64 %count) {
 entry:
   %wide = and i64 %count, -16
   br label %vectors

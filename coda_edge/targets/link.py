@@ -1,4 +1,4 @@
-"""Linking a kernel object into a shared library that depends on nothing.
+"""Linking kernel objects into a shared library that depends on nothing.
 
 The system's C compiler drives the linker if there is one for the triple; otherwise the ``ziglang`` package's, which links for every platform.
 """
@@ -24,16 +24,18 @@ _ARITHMETIC = {"arm": ("-lcompiler_rt",), "riscv64": ("-lcompiler_rt",)}
 """By machine: where what its instructions lack is linked in from, such as 64-bit division and half precision."""
 
 
-def link_shared(objects: bytes, symbols: Sequence[str], triple: str) -> bytes:
+def link_shared(objects: Sequence[bytes], symbols: Sequence[str], triple: str) -> bytes:
     """The shared library of ``objects`` that exports ``symbols`` only.
 
     Raises TargetError if there is no linker for ``triple``, linking fails, or a symbol would be left undefined.
     """
     with tempfile.TemporaryDirectory() as folder:
-        source, script, library = Path(folder, "k.o"), Path(folder, "k.map"), Path(folder, "k.so")
-        source.write_bytes(objects)
+        script, library = Path(folder, "k.map"), Path(folder, "k.so")
+        sources = [Path(folder, f"{number}.o") for number in range(len(objects))]
+        for source, data in zip(sources, objects, strict=True):
+            source.write_bytes(data)
         script.write_text("{ global: " + " ".join(f"{s};" for s in symbols) + " local: *; };\n")
-        inputs = [f"-Wl,--version-script={script}", str(source), *_ARITHMETIC.get(triple.partition("-")[0], ())]
+        inputs = [f"-Wl,--version-script={script}", *map(str, sources), *_ARITHMETIC.get(triple.partition("-")[0], ())]
         command = [*linker(triple), *_FLAGS, *inputs, "-o", str(library)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

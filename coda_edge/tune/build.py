@@ -34,7 +34,7 @@ def build(spec: Spec, problem: Problem, schedule: AnySchedule, target: Target) -
         functions = {source.symbol: source.func for call in calls for source in call}
         symbols = [[source.symbol for source in call] for call in calls]
         compiled = compile_kernels(list(functions.values()), target.tvm, callers(symbols, target.lanes(4)))
-        return Built(link_shared(compiled, exported(symbols), target.triple))
+        return Built(link_shared([compiled], exported(symbols), target.triple))
     except (CodaError, RuntimeError, ValueError, TypeError) as e:  # TVM's errors are these
         return Built(error=" ".join(str(e).split())[-300:] or type(e).__name__)
 
