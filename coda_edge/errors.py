@@ -39,5 +39,13 @@ class BundleError(CodaError):
     """A bundle that is truncated, altered, of another version, or for another CPU."""
 
 
+class SignatureError(BundleError):
+    """A bundle that is not signed with the key that was asked for, or was altered after it was signed."""
+
+
+class CancelledError(CodaError):
+    """``Session.cancel`` ended the run."""
+
+
 class DataError(CodaError):
     """A value that a kernel cannot process, such as an index out of range; names the step and its ONNX nodes."""

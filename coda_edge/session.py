@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from . import _runtime
 from .dtypes import numpy_dtype
-from .errors import ShapeError
+from .errors import ShapeError, SignatureError
 
 #: Bytes from which on the system would give an output's memory page by page, in each run again.
 _LARGE = 1 << 16
@@ -23,6 +23,7 @@ _LARGE = 1 << 16
 _IN_PLACE = 0x101
 #: How many combinations of input shapes are remembered with the output shapes that follow.
 _KNOWN_SHAPES = 64
+_KEY_BYTES = 32
 _ONNX_NAMES = {"float32": "float", "float64": "double"}
 
 
@@ -74,8 +75,11 @@ class Session:
     have no seed of their own (from 1); by default another one for each session. ``target``: of the targets that the bundle holds kernels
     for, the one to use; by default the best that runs on this CPU.
 
-    Raises ``BundleError`` for a file that is no bundle, damaged or of another version, ``TargetError`` if this CPU lacks
-    what the kernels need, or the bundle holds none for ``target``.
+    ``key``: the public key, 32 bytes, that the bundle must be signed with.
+
+    Raises ``BundleError`` for a file that is no bundle, damaged or of another version (of weights, the first run does),
+    ``SignatureError`` if the signature is wrong or ``key`` another one, ``TargetError`` if this CPU lacks what the kernels
+    need, or the bundle holds none for ``target``.
     """
 
     def __init__(
@@ -84,9 +88,12 @@ class Session:
         threads: int | None = None,
         seed: int | None = None,
         target: str | None = None,
+        key: bytes | None = None,
     ) -> None:
+        if key is not None and len(key) != _KEY_BYTES:
+            raise SignatureError(f"a public key has {_KEY_BYTES} bytes, this one {len(key)}: give what keygen wrote")
         source = path_or_bytes if isinstance(path_or_bytes, bytes) else os.fspath(path_or_bytes)
-        self._runtime = _runtime.Session(source, threads or 0, seed or 0, target or "")
+        self._runtime = _runtime.Session(source, threads or 0, seed or 0, target or "", key or b"")
         self._inputs = [_Tensor(*tensor) for tensor in self._runtime.tensors(False)]
         self._outputs = [_Tensor(*tensor) for tensor in self._runtime.tensors(True)]
         self._input_names = frozenset(tensor.name for tensor in self._inputs)
@@ -101,6 +108,10 @@ class Session:
     def get_outputs(self) -> list[IO]:
         """The outputs, in order."""
         return [tensor.io for tensor in self._outputs]
+
+    def cancel(self, on: bool = True) -> None:
+        """Ends the run that another thread is in, with ``CancelledError``, and all that follow until ``cancel(False)``."""
+        self._runtime.cancel(on)
 
     @property
     def metadata(self) -> dict[str, str]:

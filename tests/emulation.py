@@ -70,7 +70,8 @@ MACHINES: dict[str, tuple[str, Machine]] = {
 def remote(triple: str) -> Path:
     """The program ``remote`` with the runtime in it, for ``triple``."""
     folder = Path(tempfile.mkdtemp(prefix="coda-remote-"))
-    sources = [*sorted((ROOT / "runtime/src").glob("*.c")), ROOT / "runtime/tests/remote.c"]
+    parts = [ROOT / "runtime/src", ROOT / "runtime/src/posix"]
+    sources = [*(source for part in parts for source in sorted(part.glob("*.c"))), ROOT / "runtime/tests/remote.c"]
     include = [f"-I{ROOT / 'runtime' / name}" for name in ("include", "src")]
     command = [sys.executable, "-m", "ziglang", "cc", "-target", triple, *FLAGS, *include, *map(str, sources)]
     done = subprocess.run([*command, "-o", str(folder / "remote")], capture_output=True, text=True, check=False)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from coda_edge import Session
 from coda_edge.bundle import (
     Buffer,
     BufferKind,
@@ -308,6 +309,12 @@ def encoder_reference(ids: np.ndarray, bias: np.ndarray) -> list[np.ndarray]:
     """What ``encoder`` computes."""
     hidden = 3 * encoder_table()[ids] + bias
     return [hidden, hidden.sum(-1, dtype=np.float32)]
+
+
+def run_encoder(data: bytes) -> None:
+    """Opens a bundle of the encoder and runs it once: the first run verifies the constants."""
+    with Session(data, threads=1) as session:
+        session.run(None, {"ids": np.ones((1, 3), np.int64), "bias": np.zeros(6, np.float32)})
 
 
 def places() -> HandPlan:

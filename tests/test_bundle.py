@@ -67,19 +67,20 @@ def test_write_is_atomic(tmp_path: Path) -> None:
 
 def test_layout_of_the_file(data: bytes) -> None:
     magic, version, sections, size, _ = fmt.PREFIX.unpack_from(data)
-    assert (magic, version, sections, size) == (b"CODA\r\n\x1a\n", 4, 5, len(data))
+    assert (magic, version, sections, size) == (b"CODA\r\n\x1a\n", 5, 5, len(data))
     entries = [fmt.ENTRY.unpack_from(data, 32 + 56 * i) for i in range(5)]
     assert [e[0] for e in entries] == [0, 1, 2, 3, 4]
     assert all(e[2] % 64 == 0 for e in entries) and entries[4][2] % 4096 == 0
-    for _, _, offset, length, digest in entries:
-        assert sha256(data[offset : offset + length]).digest() == digest
+    for kind, _, offset, length, digest in entries:
+        checksum = sha256(data[offset : offset + length]).digest()
+        assert digest == (sha256(checksum).digest() if kind == fmt.Section.CONSTANTS else checksum)
     assert sha256(data[:312]).digest() == data[312:344]
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", [from_bytes, handmade.run_encoder])
 def test_every_flipped_bit_is_noticed(data: bytes, reader: Callable[[bytes], object]) -> None:
     rng = np.random.default_rng(7)
-    bits = [*range(0, 344 * 8, 13), *rng.integers(0, len(data) * 8, 300).tolist()]
+    bits = [*range(0, 440 * 8, 13), *rng.integers(0, len(data) * 8, 300).tolist()]
     for bit in bits:
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
@@ -89,7 +90,7 @@ def test_every_flipped_bit_is_noticed(data: bytes, reader: Callable[[bytes], obj
 
 @pytest.mark.parametrize("reader", READERS)
 def test_truncated_and_extended(data: bytes, reader: Callable[[bytes], object]) -> None:
-    for length in (0, 1, 7, 8, 31, 32, 100, 343, 344, 1000, len(data) - 1):
+    for length in (0, 1, 7, 8, 31, 32, 100, 343, 344, 439, 440, 1000, len(data) - 1):
         with pytest.raises(BundleError, match=r"signature|truncated"):
             reader(data[:length])
     with pytest.raises(BundleError, match="extended"):
@@ -101,8 +102,32 @@ def test_other_version(data: bytes, reader: Callable[[bytes], object]) -> None:
     other = bytearray(data)
     other[8] = 2
     other[312:344] = sha256(other[:312]).digest()
-    with pytest.raises(BundleError, match=r"format version 2, .* reads version 4: build it again"):
+    with pytest.raises(BundleError, match=r"format version 2, .* reads version 5: build it again"):
         reader(bytes(other))
+
+
+def test_damaged_constants_are_found_by_the_first_run(data: bytes) -> None:
+    damaged = bytearray(data)
+    damaged[-1] ^= 1
+    with Session(bytes(damaged), threads=2) as session:
+        for _ in range(2):
+            with pytest.raises(BundleError, match="damaged: the checksum of section 'constants'"):
+                session.run(None, {"ids": np.ones((1, 3), np.int64), "bias": np.zeros(6, np.float32)})
+
+
+def test_checksum_of_constants_in_blocks() -> None:
+    constants = np.random.default_rng(0).integers(0, 256, (5 << 19) + 7).astype(np.uint8)
+    blocks = [constants[i : i + (1 << 20)].tobytes() for i in range(0, constants.size, 1 << 20)]
+    expected = sha256(b"".join(sha256(block).digest() for block in blocks)).digest()
+    assert len(blocks) == 3 and fmt.digest(fmt.Section.CONSTANTS, constants.data) == expected
+    p = handmade.HandPlan()
+    p.input("x", "uint8", "n")
+    y, table = p.output("y", "uint8", "n"), p.constant(constants)
+    p.step("copy_bytes", [table, y], [], "n")
+    for threads in (1, 3):
+        with Session(to_bytes(p.bundle()), threads=threads) as session:
+            (found,) = session.run(None, {"x": np.zeros(5, np.uint8)})
+            np.testing.assert_array_equal(found, constants[:5])
 
 
 def test_files_that_are_no_bundles(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from coda_edge.bundle.levels import LevelParts, StoredConstant, combine
 from coda_edge.errors import BundleError, TargetError
 from coda_edge.verify import ort_session
 
-READERS: list[Callable[[bytes], object]] = [from_bytes, Session]
+READERS: list[Callable[[bytes], object]] = [from_bytes, handmade.run_encoder]
 MISSING = ("warp_drive",)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from hashlib import sha256
 from struct import Struct
 
 MAGIC = b"CODA\r\n\x1a\n"
-VERSION = 4
+VERSION = 5
 MAX_LEVELS = 16
 
 
@@ -40,9 +41,22 @@ def levels(count: int) -> int | None:
     return levels if rest == 0 and 1 <= levels <= MAX_LEVELS else None
 
 
+CONSTANT_BLOCK = 1 << 20
+
+
+def digest(section: Section, data: bytes | memoryview) -> bytes:
+    """The checksum of a section: SHA-256, and of constants that of the SHA-256 of all blocks, so that threads can share the work."""
+    if section is not Section.CONSTANTS:
+        return sha256(data).digest()
+    view = memoryview(data).cast("B")
+    blocks = (view[start : start + CONSTANT_BLOCK] for start in range(0, len(view), CONSTANT_BLOCK))
+    return sha256(b"".join(sha256(block).digest() for block in blocks)).digest()
+
+
 PREFIX = Struct("<8sIIQQ")  # magic, version, sections, file bytes, 0
-ENTRY = Struct("<IIQQ32s")  # kind, level, offset, bytes, SHA-256
+ENTRY = Struct("<IIQQ32s")  # kind, level, offset, bytes, checksum
 DIGEST_BYTES = 32
+KEY_BYTES, SIGNATURE_BYTES = 32, 64
 
 # symbols, exprs, inputs, outputs, buffers, kernels, steps, words, string bytes, constraints, reads, moves
 PLAN_HEADER = Struct("<12I")

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import BundleError
+from .. import _runtime
+from ..errors import BundleError, SignatureError
 from . import format as fmt
 from .plan import (
     Buffer,
@@ -79,13 +80,21 @@ def _sections(data: bytes) -> _Sections:
     if levels is None:
         raise BundleError(f"bundle has {count} sections, expected 2 and 3 for each of 1 to {fmt.MAX_LEVELS} levels")
     table = fmt.PREFIX.size + count * fmt.ENTRY.size
-    header = table + fmt.DIGEST_BYTES
+    checked = table + fmt.DIGEST_BYTES
+    header = checked + fmt.KEY_BYTES + fmt.SIGNATURE_BYTES
     if len(data) < header:
         raise BundleError(f"bundle is truncated: it has {len(data)} bytes, its header alone needs {header}")
     if size != len(data):
         raise BundleError(f"bundle is truncated or extended: it has {len(data)} bytes, expected {size}")
-    if sha256(data[:table]).digest() != data[table:header]:
+    if sha256(data[:table]).digest() != data[table:checked]:
         raise BundleError("bundle is damaged: the checksum of its header differs")
+    signed, key, signature = (
+        data[:checked],
+        data[checked : checked + fmt.KEY_BYTES],
+        data[header - fmt.SIGNATURE_BYTES : header],
+    )
+    if any(key + signature) and not _runtime.signature_valid(key, signed, signature):
+        raise SignatureError("bundle's signature is wrong: it was altered after it was signed")
     if reserved != 0:
         raise BundleError("bundle is invalid: the reserved field of its header is not 0")
     view = memoryview(data)
@@ -101,7 +110,7 @@ def _sections(data: bytes) -> _Sections:
         if any(view[end:offset]):
             raise BundleError(f"bundle is damaged: the padding before section '{name}' is not zero")
         sections[expected] = view[offset : offset + size]
-        if sha256(sections[expected]).digest() != digest:
+        if fmt.digest(expected[0], sections[expected]) != digest:
             raise BundleError(f"bundle is damaged: the checksum of section '{name}' differs")
         end = offset + size
     if end != len(data):

@@ -54,14 +54,14 @@ def _parts(bundle: Bundle) -> list[bytes | memoryview]:
     parts.append(bundle.constants.tobytes() if bundle.constants.size == 0 else bundle.constants.data)
     entries: list[bytes] = []
     body: list[bytes | memoryview] = []
-    end = fmt.PREFIX.size + len(parts) * fmt.ENTRY.size + fmt.DIGEST_BYTES
+    end = fmt.PREFIX.size + len(parts) * fmt.ENTRY.size + fmt.DIGEST_BYTES + fmt.KEY_BYTES + fmt.SIGNATURE_BYTES
     for (kind, number), data in zip(fmt.sections(len(bundle.levels)), parts, strict=True):
         offset = -(-end // kind.alignment) * kind.alignment
         body += [bytes(offset - end), data]
-        entries.append(fmt.ENTRY.pack(kind, number, offset, len(data), sha256(data).digest()))
+        entries.append(fmt.ENTRY.pack(kind, number, offset, len(data), fmt.digest(kind, data)))
         end = offset + len(data)
     table = fmt.PREFIX.pack(fmt.MAGIC, fmt.VERSION, len(entries), end, 0) + b"".join(entries)
-    return [table, sha256(table).digest(), *body]
+    return [table, sha256(table).digest(), bytes(fmt.KEY_BYTES + fmt.SIGNATURE_BYTES), *body]
 
 
 def _check_levels(levels: Sequence[Level]) -> None:

@@ -22,7 +22,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#if defined(CODA_BUILD)
+#if defined(CODA_BUILD) && defined(__GNUC__)
 #define CODA_API __attribute__((visibility("default")))
 #else
 #define CODA_API
@@ -33,7 +33,7 @@ extern "C" {
 #endif
 
 /* The version of this interface; it changes when a program compiled against an older header would break. */
-#define CODA_ABI_VERSION 2
+#define CODA_ABI_VERSION 3
 
 /* The greatest number of dimensions of an input or output. */
 #define CODA_MAX_RANK 8
@@ -46,7 +46,9 @@ typedef enum coda_code {
   CODA_ERROR_BUNDLE = 4, /* truncated, altered, of another version, or contradicting itself */
   CODA_ERROR_TARGET = 5, /* built for another CPU */
   CODA_ERROR_SHAPE = 6, /* an input is missing, or its type or dimensions do not fit */
-  CODA_ERROR_DATA = 7 /* a kernel met a value that it cannot process, such as an index out of range */
+  CODA_ERROR_DATA = 7, /* a kernel met a value that it cannot process, such as an index out of range */
+  CODA_ERROR_CANCELLED = 8, /* coda_session_cancel ended the run */
+  CODA_ERROR_SIGNATURE = 9 /* not signed with the key that was asked for, or altered since */
 } coda_code;
 
 typedef struct coda_error {
@@ -109,24 +111,51 @@ typedef struct coda_step_cost {
  * system's monotonic clock (CLOCK_MONOTONIC). */
 typedef void (*coda_step_timer)(void *context, size_t step, const char *name, int64_t begin_ns, int64_t end_ns);
 
-/* Memory for a session's arena, scratch and tables. `allocate` returns NULL when it cannot; `alignment` is a power of
- * two. */
+/* Where memory comes from. `allocate` returns NULL when it cannot; `alignment` is a power of two. */
 typedef struct coda_allocator {
   void *(*allocate)(void *context, size_t bytes, size_t alignment);
   void (*release)(void *context, void *data, size_t bytes);
   void *context;
 } coda_allocator;
 
+/* Memory of the caller's that an allocator gives out piece by piece, for programs that have no other. What is given
+ * back can be given out again if it was the last piece. */
+typedef struct coda_region {
+  uint8_t *data;
+  size_t bytes;
+  size_t used; /* 0 at first */
+} coda_region;
+
+/* The signature's public key (RFC 8032, Ed25519). */
+#define CODA_KEY_BYTES 32
+
 typedef struct coda_model_options {
   size_t size; /* sizeof(coda_model_options): tells which fields the caller knows */
   const char *target; /* which one of those that the bundle holds kernels for; NULL: the best that runs here */
+  const coda_allocator *allocator; /* of the model's tables; NULL: the system's; copied, as the session's */
+  const uint8_t *key; /* CODA_KEY_BYTES: opens only what is signed with it, and verifies all of it; NULL: any */
+  int32_t verify; /* 1: opening verifies the constants; 0: the first run does */
 } coda_model_options;
+
+/* Every kernel of every model (docs/architecture.md, "Kernels"): 0, or a positive error code. */
+typedef int32_t (*coda_kernel)(const uint64_t *buffers, const int64_t *ints);
+
+/* A model that is linked into the program, as `coda-edge package` writes it. */
+#define CODA_LINKED_VERSION 1
+typedef struct coda_linked_model {
+  uint32_t abi; /* CODA_LINKED_VERSION */
+  uint32_t kernel_count;
+  const coda_kernel *kernels; /* in the plan's order */
+  const uint8_t *plan, *constants; /* sections of a bundle; constants aligned to 64 bytes */
+  const char *target, *metadata;
+  size_t plan_bytes, constant_bytes, target_bytes, metadata_bytes;
+} coda_linked_model;
 
 typedef struct coda_session_options {
   size_t size; /* sizeof(coda_session_options): tells which fields the caller knows */
   int32_t threads; /* 0: the cores that this process may use */
   int32_t spin_us; /* how long idle workers spin before they sleep; -1: the default, 500 */
-  const coda_allocator *allocator; /* NULL: the system's; copied, its context must outlive the session */
+  const coda_allocator *allocator; /* NULL: the model's; copied, its context must outlive the session */
   uint64_t seed; /* of random operators that have no seed of their own; 0: another one for each session */
   int32_t lent; /* 1: no threads are started; `threads` is how many of the caller's coda_session_run_on may use */
 } coda_session_options;
@@ -152,17 +181,35 @@ CODA_API size_t coda_dtype_size(int32_t dtype);
 /* numpy's name of an element type ("float32"); "unknown" for a number that is no coda_dtype. */
 CODA_API const char *coda_dtype_name(int32_t dtype);
 
+/* Whether `signature`, 64 bytes, is that of message[0, size) by the owner of `key`, CODA_KEY_BYTES: 1 or 0; -1 from a
+ * runtime that was built without signatures. */
+CODA_API int32_t coda_signature_valid(const uint8_t *key, const void *message, size_t size, const uint8_t *signature);
+
+/* The allocator over a region. */
+CODA_API coda_allocator coda_region_allocator(coda_region *region);
+
 /* --- model -------------------------------------------------------------------------------------------------------- */
 
 /* Opens a bundle. The file is mapped, not read into memory: it must not be changed in place while the model lives
- * (replace it by renaming). Every checksum and every field is verified first. Opening runs no code of the bundle
- * other than loading its kernel library; a bundle is as trusted as any shared library. `options` may be NULL. */
+ * (replace it by renaming). Every field, and every checksum but that of the constants, is verified first; the
+ * constants' by the first run. Opening runs no code of the bundle other than loading its kernel library; a bundle
+ * without a signature is as trusted as any shared library. `options` may be NULL. */
 CODA_API coda_code coda_model_open(const char *path, const coda_model_options *options, coda_model **model,
                                    coda_error *error);
+
+/* Opens a bundle that is `length` bytes from `offset` of an open file, such as an asset of an Android package; length
+ * 0: up to its end. The descriptor is not used afterwards. A bundle at an offset that is no multiple of 64 is copied.
+ */
+CODA_API coda_code coda_model_open_fd(int file, uint64_t offset, uint64_t length, const coda_model_options *options,
+                                      coda_model **model, coda_error *error);
 
 /* Opens a bundle in memory. `data` is not copied: it must be aligned to 64 bytes, and stay as it is until the model and
  * all its sessions are freed. */
 CODA_API coda_code coda_model_open_memory(const void *data, size_t size, const coda_model_options *options,
+                                          coda_model **model, coda_error *error);
+
+/* Opens a model that is linked into the program. Its weights stay where they are. */
+CODA_API coda_code coda_model_open_linked(const coda_linked_model *linked, const coda_model_options *options,
                                           coda_model **model, coda_error *error);
 
 /* Gives up the caller's hold. Sessions hold their model themselves, so this may come before theirs. */
@@ -218,6 +265,20 @@ CODA_API coda_code coda_session_shapes(coda_session *session, const coda_tensor 
  * itself can tell whether memory that was given suffices: with CODA_ERROR_SHAPE it does not. */
 CODA_API coda_code coda_session_run(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs,
                                     coda_error *error);
+
+/* With `on` 1, the run under way ends soon with CODA_ERROR_CANCELLED, as do all that follow until `on` is 0. Any thread
+ * may call this at any time in the session's life. A run ends when the kernel calls that have begun return. */
+CODA_API coda_code coda_session_cancel(coda_session *session, int32_t on);
+
+/* Bytes of working memory (arena and scratch) that a run with these inputs needs; where data decides sizes, those of
+ * its first phase. The data of inputs is not read. */
+CODA_API coda_code coda_session_memory_bytes(coda_session *session, const coda_tensor *inputs, size_t *bytes,
+                                             coda_error *error);
+
+/* Has the runs that follow work in memory of the caller's, aligned to 64 bytes, instead of the allocator's. A run that
+ * needs more ends with CODA_ERROR_MEMORY. Between runs the memory may be used for other things. NULL: the allocator's.
+ */
+CODA_API coda_code coda_session_set_memory(coda_session *session, void *memory, size_t bytes, coda_error *error);
 
 /* Threads of the caller's: calls work(argument, i) once for each i in [0, count), on any threads and in any order, and
  * returns when all these calls have. */

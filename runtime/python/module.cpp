@@ -30,6 +30,8 @@ nb::str text(const char *s) {
   static const std::map<coda_code, const char *> classes = {
       {CODA_ERROR_FILE, "BundleError"}, {CODA_ERROR_BUNDLE, "BundleError"}, {CODA_ERROR_TARGET, "TargetError"},
       {CODA_ERROR_SHAPE, "ShapeError"}, {CODA_ERROR_DATA, "DataError"},
+      {CODA_ERROR_CANCELLED, "CancelledError"},
+      {CODA_ERROR_SIGNATURE, "SignatureError"},
   };
   if (error.code == CODA_ERROR_MEMORY) {
     PyErr_SetString(PyExc_MemoryError, error.message);
@@ -158,12 +160,13 @@ PyType_Slot block_slots[] = {{Py_bf_getbuffer, (void *)&Block::get_buffer}, {0, 
 
 class Session {
 public:
-  Session(const nb::object &source, int32_t threads, uint64_t seed, const std::string &target) {
+  Session(const nb::object &source, int32_t threads, uint64_t seed, const std::string &target, const nb::bytes &key) {
     coda_error error;
     coda_code code;
     coda_model_options model_options = {};
     model_options.size = sizeof model_options;
     model_options.target = target.empty() ? nullptr : target.c_str();
+    model_options.key = key.size() ? (const uint8_t *)key.c_str() : nullptr;
     if (nb::isinstance<nb::bytes>(source)) {
       const nb::bytes bytes = nb::cast<nb::bytes>(source);
       memory_ = std::aligned_alloc(64, (bytes.size() + 64) / 64 * 64);
@@ -291,6 +294,12 @@ public:
     call([&](coda_error *error) { return coda_session_seed(session_, seed, error); });
   }
 
+  // By any thread, while another one runs: without the mutex. Whoever holds the GIL sees the session whole.
+  void cancel(bool on) {
+    check_open();
+    coda_session_cancel(session_, on);
+  }
+
   nb::dict data_sizes() {
     std::vector<std::pair<const char *, int64_t>> sizes;
     call([&](coda_error *) {
@@ -404,17 +413,26 @@ std::vector<std::string> cpu_features() {
   return std::vector<std::string>(names.begin(), names.end());
 }
 
+bool signature_valid(const nb::bytes &key, const nb::bytes &message, const nb::bytes &signature) {
+  if (key.size() != CODA_KEY_BYTES || signature.size() != 64)
+    return false;
+  return coda_signature_valid((const uint8_t *)key.c_str(), message.c_str(), message.size(),
+                              (const uint8_t *)signature.c_str()) == 1;
+}
+
 } // namespace
 
 NB_MODULE(_runtime, m) {
   m.attr("version") = coda_version();
   m.def("cpu_features", &cpu_features, "Names of this CPU's features that a bundle may ask for.");
   m.def("cpu_cores", &coda_cpu_cores, "How many cores this process may use.");
+  m.def("signature_valid", &signature_valid, nb::arg("key"), nb::arg("message"), nb::arg("signature"),
+        "Whether an Ed25519 signature, 64 bytes, is that of the message by the owner of the key, 32 bytes.");
   m.def("dtype_name", &coda_dtype_name, nb::arg("dtype"), "numpy's name of an element type given by its ONNX number.");
   nb::class_<Block>(m, "Block", nb::type_slots(block_slots), "Bytes that arrays can share.");
   nb::class_<Session>(m, "Session")
-      .def(nb::init<nb::object, int32_t, uint64_t, std::string>(), nb::arg("source"), nb::arg("threads"), nb::arg("seed"),
-           nb::arg("target"))
+      .def(nb::init<nb::object, int32_t, uint64_t, std::string, nb::bytes>(), nb::arg("source"), nb::arg("threads"),
+           nb::arg("seed"), nb::arg("target"), nb::arg("key"))
       .def("close", &Session::close)
       .def("tensors", &Session::tensors, nb::arg("outputs"),
            "(name, element type, dims) of each input, or of each output.")
@@ -426,6 +444,7 @@ NB_MODULE(_runtime, m) {
       .def("run", &Session::run, nb::arg("inputs"), nb::arg("outputs"), nb::arg("copied"),
            "Runs, and returns (dims, data) of the outputs numbered `copied`.")
       .def("memory", &Session::memory, nb::arg("bytes"), "Memory for an output, that of one that is gone if there is any.")
+      .def("cancel", &Session::cancel, nb::arg("on"), "Ends runs, of other threads too, until it is called with False.")
       .def("seed", &Session::seed, nb::arg("seed"))
       .def("data_sizes", &Session::data_sizes, "What data decided in the last run, by name.")
       .def("profile", &Session::profile, nb::arg("inputs"), nb::arg("rounds"),

@@ -1,15 +1,11 @@
-/* The container of a bundle: header, sections, checksums. */
+/* The container of a bundle: header, sections, checksums, signature. */
 #ifndef CODA_BUNDLE_H
 #define CODA_BUNDLE_H
 
 #include "error.h"
+#include "model.h"
 
-enum { CODA_MAX_LEVELS = 16 };
-
-typedef struct {
-  const uint8_t *data;
-  size_t size;
-} coda_section;
+enum { CODA_CONSTANT_BLOCK = 1 << 20 /* bytes of constants that have a checksum of their own */ };
 
 /* What of a bundle is for one target. */
 typedef struct {
@@ -18,17 +14,14 @@ typedef struct {
 
 typedef struct {
   coda_section metadata, constants;
+  const uint8_t *constants_digest; /* the SHA-256 of those of all blocks of constants */
+  const uint8_t *key, *signature; /* NULL where it is not signed; what is signed is the header */
+  coda_section header; /* up to its checksum, included */
   coda_level levels[CODA_MAX_LEVELS]; /* best last */
   uint32_t level_count;
 } coda_bundle;
 
-/* Finds the sections of the bundle at data[0, size) and verifies every byte of it. */
+/* Finds the sections of the bundle at data[0, size) and verifies every byte of it but those of the constants. */
 coda_code coda_bundle_read(const uint8_t *data, size_t size, coda_bundle *bundle, coda_error *error);
-
-/* Whether a section is a sequence of strings, each with its zero byte. */
-int coda_section_is_strings(const coda_section *section);
-
-/* String `index` of such a section; NULL when there is none. */
-const char *coda_section_string(const coda_section *section, size_t index);
 
 #endif

@@ -1,10 +1,8 @@
 /* Binds symbols to the inputs' dimensions, evaluates the size table, and packs the arena by liveness. */
 #include "layout.h"
 
-#include <inttypes.h>
-#include <stdbool.h>
-#include <stdio.h>
-#include <string.h>
+#include "checked.h"
+#include "text.h"
 
 /* --- memory ------------------------------------------------------------------------------------------------------- */
 
@@ -36,9 +34,10 @@ static void format_shape(const coda_plan *plan, const plan_tensor *tensor, char 
   text[length++] = '[';
   for (uint32_t axis = 0; axis < tensor->rank && length + DIM_TEXT + 4 < SHAPE_TEXT; axis++) {
     coda_plan_format(plan, tensor->dims[axis], dim, sizeof dim);
-    length += (size_t)sprintf(text + length, "%s%s", axis ? ", " : "", dim);
+    coda_print(text + length, SHAPE_TEXT - length, "%s%s", axis ? ", " : "", dim);
+    length += coda_length(text + length);
   }
-  strcpy(text + length, "]");
+  coda_print(text + length, SHAPE_TEXT - length, "]");
 }
 
 coda_code coda_layout_check_types(const coda_plan *plan, const coda_tensor *inputs, coda_error *error) {
@@ -64,7 +63,7 @@ coda_code coda_layout_check_types(const coda_plan *plan, const coda_tensor *inpu
 int coda_layout_matches(const coda_layout *layout, const coda_plan *plan, const coda_tensor *inputs) {
   const int64_t *dims = layout->dims;
   for (uint32_t i = 0; i < plan->input_count; dims += plan->inputs[i].rank, i++)
-    if (memcmp(dims, inputs[i].dims, plan->inputs[i].rank * sizeof *dims) != 0)
+    if (!coda_same_bytes(dims, inputs[i].dims, plan->inputs[i].rank * sizeof *dims))
       return 0;
   return 1;
 }
@@ -156,7 +155,7 @@ static coda_code measure_tensor(const coda_layout *layout, const plan_tensor *te
     if (dim < 0)
       return coda_fail(error, CODA_ERROR_SHAPE, "'%s' would have dimension %" PRIu32 " = %" PRId64 " for these inputs",
                        tensor->name, axis, dim);
-    if (__builtin_mul_overflow(*bytes, dim, bytes) || *bytes > MAX_BYTES)
+    if (!coda_mul_i64(*bytes, dim, bytes) || *bytes > MAX_BYTES)
       return coda_fail(error, CODA_ERROR_SHAPE, "'%s' would be larger than memory can be for these inputs",
                        tensor->name);
   }

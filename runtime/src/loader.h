@@ -2,10 +2,8 @@
 #ifndef CODA_LOADER_H
 #define CODA_LOADER_H
 
-#include "bundle.h"
-
-/* The one signature of all kernels (docs/architecture.md, "Kernels"): 0, or a positive error code. */
-typedef int32_t (*coda_kernel)(const uint64_t *buffers, const int64_t *ints);
+#include "error.h"
+#include "section.h"
 
 typedef struct {
   void *handle;

@@ -1,48 +1,9 @@
-/* The system's allocator, and blocks that grow. */
+/* Blocks that grow, blocks cut into tables, and the allocator of programs that have none. */
 #include "memory.h"
 
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
+#include "text.h"
 
-static const size_t HUGE_PAGE = (size_t)2 << 20;
-
-static size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
-
-/* Maps one huge page more than asked and gives back what lies outside the aligned part. */
-static void *map_huge(size_t bytes) {
-  const size_t size = round_up(bytes, HUGE_PAGE);
-  if (size < bytes || size + HUGE_PAGE < size)
-    return NULL;
-  uint8_t *raw = mmap(NULL, size + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (raw == MAP_FAILED)
-    return NULL;
-  const size_t before = round_up((uintptr_t)raw, HUGE_PAGE) - (uintptr_t)raw;
-  if (before)
-    munmap(raw, before);
-  if (HUGE_PAGE - before)
-    munmap(raw + before + size, HUGE_PAGE - before);
-  madvise(raw + before, size, MADV_HUGEPAGE);
-  return raw + before;
-}
-
-static void *system_allocate(void *context, size_t bytes, size_t alignment) {
-  (void)context;
-  void *data = NULL;
-  if (bytes >= HUGE_PAGE / 2)
-    return map_huge(bytes);
-  return posix_memalign(&data, alignment < sizeof(void *) ? sizeof(void *) : alignment, bytes) == 0 ? data : NULL;
-}
-
-static void system_release(void *context, void *data, size_t bytes) {
-  (void)context;
-  if (bytes >= HUGE_PAGE / 2)
-    munmap(data, round_up(bytes, HUGE_PAGE));
-  else
-    free(data);
-}
-
-const coda_allocator coda_system_allocator = {system_allocate, system_release, NULL};
+enum { TABLE_ALIGNMENT = 64 };
 
 int coda_block_reserve(coda_block *block, size_t bytes, size_t alignment, const coda_allocator *allocator) {
   if (bytes <= block->bytes)
@@ -58,5 +19,46 @@ int coda_block_reserve(coda_block *block, size_t bytes, size_t alignment, const 
 void coda_block_free(coda_block *block, const coda_allocator *allocator) {
   if (block->data)
     allocator->release(allocator->context, block->data, block->bytes);
-  memset(block, 0, sizeof *block);
+  *block = (coda_block){NULL, 0};
+}
+
+void *coda_cut(coda_cutter *cutter, uint64_t count, size_t size) {
+  const uint64_t bytes = (count * size + TABLE_ALIGNMENT - 1) / TABLE_ALIGNMENT * TABLE_ALIGNMENT;
+  void *table = cutter->next;
+  if (count > SIZE_MAX / 2 / size || bytes > SIZE_MAX / 2 - cutter->bytes)
+    cutter->too_many = true;
+  else if (cutter->next)
+    cutter->next += bytes;
+  else
+    cutter->bytes += (size_t)bytes;
+  return table;
+}
+
+int coda_cut_begin(coda_cutter *cutter, coda_block *block, const coda_allocator *allocator) {
+  const size_t bytes = cutter->bytes + 1; /* tables of no entries have an address too */
+  if (cutter->too_many || coda_block_reserve(block, bytes, TABLE_ALIGNMENT, allocator))
+    return -1;
+  memset(block->data, 0, block->bytes);
+  cutter->next = block->data;
+  return 0;
+}
+
+static void *region_allocate(void *context, size_t bytes, size_t alignment) {
+  coda_region *region = context;
+  const uintptr_t at = (uintptr_t)region->data + region->used;
+  const size_t gap = (size_t)(0 - at) & (alignment - 1), left = region->bytes - region->used;
+  if (gap > left || bytes > left - gap)
+    return NULL;
+  region->used += gap + bytes;
+  return region->data + (region->used - bytes);
+}
+
+static void region_release(void *context, void *data, size_t bytes) {
+  coda_region *region = context;
+  if ((uint8_t *)data + bytes == region->data + region->used)
+    region->used -= bytes;
+}
+
+coda_allocator coda_region_allocator(coda_region *region) {
+  return (coda_allocator){region_allocate, region_release, region};
 }

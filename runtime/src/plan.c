@@ -1,12 +1,8 @@
 /* Reads the plan section (docs/bundle-format.md) and checks every field: what comes after can trust all indices. */
 #include "plan.h"
 
-#include <inttypes.h>
-#include <stdbool.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "bytes.h"
+#include "text.h"
 
 enum {
   HEADER = 48,
@@ -72,21 +68,29 @@ static coda_code locate(coda_plan *plan, raw_tables *raw, const uint8_t *data, s
   return CODA_OK;
 }
 
-static bool allocate(coda_plan *plan) {
-  const size_t spare = 1; /* calloc of no elements may return NULL */
-  return (plan->symbols = calloc(plan->symbol_count + spare, sizeof *plan->symbols)) &&
-         (plan->bindings = calloc(plan->symbol_count + spare, sizeof *plan->bindings)) &&
-         (plan->exprs = calloc(plan->expr_count + spare, sizeof *plan->exprs)) &&
-         (plan->inputs = calloc(plan->input_count + spare, sizeof *plan->inputs)) &&
-         (plan->outputs = calloc(plan->output_count + spare, sizeof *plan->outputs)) &&
-         (plan->buffers = calloc(plan->buffer_count + spare, sizeof *plan->buffers)) &&
-         (plan->kernels = calloc(plan->kernel_count + spare, sizeof *plan->kernels)) &&
-         (plan->steps = calloc(plan->step_count + spare, sizeof *plan->steps)) &&
-         (plan->constraints = calloc(plan->constraint_count + spare, sizeof *plan->constraints)) &&
-         (plan->reads = calloc(plan->read_count + spare, sizeof *plan->reads)) &&
-         (plan->moves = calloc(plan->move_count + spare, sizeof *plan->moves)) &&
-         (plan->phases = calloc((size_t)plan->read_count + 2, sizeof *plan->phases)) &&
-         (plan->words = calloc(plan->word_count + spare, sizeof *plan->words));
+static void cut_tables(coda_plan *plan, coda_cutter *c) {
+  plan->symbols = coda_cut(c, plan->symbol_count, sizeof *plan->symbols);
+  plan->bindings = coda_cut(c, plan->symbol_count, sizeof *plan->bindings);
+  plan->exprs = coda_cut(c, plan->expr_count, sizeof *plan->exprs);
+  plan->inputs = coda_cut(c, plan->input_count, sizeof *plan->inputs);
+  plan->outputs = coda_cut(c, plan->output_count, sizeof *plan->outputs);
+  plan->buffers = coda_cut(c, plan->buffer_count, sizeof *plan->buffers);
+  plan->kernels = coda_cut(c, plan->kernel_count, sizeof *plan->kernels);
+  plan->steps = coda_cut(c, plan->step_count, sizeof *plan->steps);
+  plan->constraints = coda_cut(c, plan->constraint_count, sizeof *plan->constraints);
+  plan->reads = coda_cut(c, plan->read_count, sizeof *plan->reads);
+  plan->moves = coda_cut(c, plan->move_count, sizeof *plan->moves);
+  plan->phases = coda_cut(c, (uint64_t)plan->read_count + 2, sizeof *plan->phases);
+  plan->words = coda_cut(c, plan->word_count, sizeof *plan->words);
+}
+
+static int allocate(coda_plan *plan, const coda_allocator *allocator) {
+  coda_cutter cutter = {NULL, 0, false};
+  cut_tables(plan, &cutter);
+  if (coda_cut_begin(&cutter, &plan->tables, allocator))
+    return -1;
+  cut_tables(plan, &cutter);
+  return 0;
 }
 
 static coda_code read_string(const raw_tables *raw, uint32_t offset, const char **text, coda_error *error) {
@@ -395,11 +399,12 @@ static coda_code bind_symbols(coda_plan *plan, coda_error *error) {
   return CODA_OK;
 }
 
-static coda_code parse(coda_plan *plan, const uint8_t *data, size_t size, size_t constant_bytes, coda_error *error) {
+static coda_code parse(coda_plan *plan, const uint8_t *data, size_t size, size_t constant_bytes,
+                       const coda_allocator *allocator, coda_error *error) {
   raw_tables raw;
   if (locate(plan, &raw, data, size, error))
     return CODA_ERROR_BUNDLE;
-  if (!allocate(plan))
+  if (allocate(plan, allocator))
     return coda_fail(error, CODA_ERROR_MEMORY, "no memory for a plan of %zu bytes", size);
   for (uint32_t i = 0; i < plan->word_count; i++)
     plan->words[i] = coda_u32(raw.words + WORD * (size_t)i);
@@ -415,19 +420,16 @@ static coda_code parse(coda_plan *plan, const uint8_t *data, size_t size, size_t
   return check_reads(plan, error) ? CODA_ERROR_BUNDLE : bind_symbols(plan, error);
 }
 
-coda_code coda_plan_parse(coda_plan *plan, const uint8_t *data, size_t size, size_t constant_bytes, coda_error *error) {
+coda_code coda_plan_parse(coda_plan *plan, const uint8_t *data, size_t size, size_t constant_bytes,
+                          const coda_allocator *allocator, coda_error *error) {
   memset(plan, 0, sizeof *plan);
-  coda_code code = parse(plan, data, size, constant_bytes, error);
+  coda_code code = parse(plan, data, size, constant_bytes, allocator, error);
   if (code)
-    coda_plan_free(plan);
+    coda_plan_free(plan, allocator);
   return code;
 }
 
-void coda_plan_free(coda_plan *plan) {
-  void *tables[] = {plan->symbols, plan->bindings, plan->exprs, plan->inputs, plan->outputs,
-                    plan->buffers, plan->kernels,  plan->steps, plan->words,  plan->constraints,
-                    plan->reads,   plan->phases,   plan->moves};
-  for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
-    free(tables[i]);
+void coda_plan_free(coda_plan *plan, const coda_allocator *allocator) {
+  coda_block_free(&plan->tables, allocator);
   memset(plan, 0, sizeof *plan);
 }

@@ -3,6 +3,7 @@
 #define CODA_PLAN_H
 
 #include "error.h"
+#include "memory.h"
 
 enum { CODA_MAX_SYMBOLS = 256 };
 
@@ -112,13 +113,15 @@ typedef struct {
   uint32_t dim_count; /* of all inputs together */
   uint32_t operand_count, int_count; /* of all steps together */
   uint32_t max_operands, max_ints; /* of one step */
+  coda_block tables; /* what the pointers above point into */
   uint32_t run_count; /* ints that are the run's number */
 } coda_plan;
 
 /* Reads the plan section. Strings point into `data`. On failure the plan is empty. */
-coda_code coda_plan_parse(coda_plan *plan, const uint8_t *data, size_t size, size_t constant_bytes, coda_error *error);
+coda_code coda_plan_parse(coda_plan *plan, const uint8_t *data, size_t size, size_t constant_bytes,
+                          const coda_allocator *allocator, coda_error *error);
 
-void coda_plan_free(coda_plan *plan);
+void coda_plan_free(coda_plan *plan, const coda_allocator *allocator);
 
 /* Computes the entries of the size table that are first known in `phase`; `data` holds what was read. */
 coda_code coda_plan_evaluate(const coda_plan *plan, uint32_t phase, const int64_t *symbols, const int64_t *data,

@@ -1,19 +1,17 @@
 /* Runs a model: finds or makes the layout of the inputs' shapes, places buffers, and calls the kernels in order. */
-#include <inttypes.h>
-#include <stdbool.h>
-#include <string.h>
-#include <time.h>
-
-#include "clock.h"
+#include "checked.h"
 #include "layout.h"
 #include "model.h"
+#include "platform.h"
 #include "pool.h"
+#include "text.h"
 
 enum {
   MAX_LAYOUTS = 16, /* shapes remembered; the least recently used makes room */
   MAX_THREADS = 1024,
   DEFAULT_SPIN_US = 500,
   ERROR_INDEX = 1, /* the kernels' code for an index out of range */
+  CANCELLED = -1, /* no kernel's code */
 };
 
 /* A step's operand that is an input or output: its address is set by each run. */
@@ -30,11 +28,14 @@ struct coda_session {
   int32_t threads, met; /* met: the most threads that a run was lent */
   bool lent;
   atomic_flag busy;
+  atomic_bool cancelled;
   uint64_t clock;
   coda_layout layouts[MAX_LAYOUTS];
   coda_block layout_memory[MAX_LAYOUTS];
   uint32_t layout_count;
   const coda_layout *last; /* of the last run; NULL before the first */
+  uint8_t *given; /* working memory of the caller's; NULL: arenas and scratch are blocks of the allocator */
+  size_t given_bytes;
   coda_block scratch;
   coda_block *arenas, *owned; /* by phase; owned: outputs for which the caller gave no memory */
   uint64_t random; /* the number of the next run is drawn from it */
@@ -52,7 +53,7 @@ struct coda_session {
 
 /* --- taking turns ------------------------------------------------------------------------------------------------- */
 
-static coda_code check_arguments(const coda_session *session, const coda_tensor *inputs, const coda_tensor *outputs,
+static coda_code check_arguments(const coda_session *session, const coda_tensor *inputs, bool outputs,
                                  coda_error *error) {
   if (!session || (!inputs && session->model->plan.input_count) || (!outputs && session->model->plan.output_count))
     return coda_fail(error, CODA_ERROR_ARGUMENT, "a run needs a session, its inputs and its outputs");
@@ -120,13 +121,6 @@ static coda_session_options read_options(const coda_session_options *given) {
   return options;
 }
 
-/* Another number for each session; no secret. */
-static uint64_t fresh_seed(const coda_session *session) {
-  struct timespec t;
-  clock_gettime(CLOCK_REALTIME, &t);
-  return ((uint64_t)t.tv_sec * 1000000007 + (uint64_t)t.tv_nsec) ^ ((uint64_t)(uintptr_t)session << 20);
-}
-
 coda_code coda_session_create(coda_model *model, const coda_session_options *given, coda_session **result,
                               coda_error *error) {
   if (!model || !result)
@@ -137,7 +131,7 @@ coda_code coda_session_create(coda_model *model, const coda_session_options *giv
     return coda_fail(error, CODA_ERROR_ARGUMENT,
                      "a session cannot have %" PRId32 " threads, expected 1 to %d, or 0 for all cores", options.threads,
                      MAX_THREADS);
-  const coda_allocator *allocator = options.allocator ? options.allocator : &coda_system_allocator;
+  const coda_allocator *allocator = options.allocator ? options.allocator : &model->allocator;
   coda_session *session = allocator->allocate(allocator->context, sizeof *session, CODA_ALIGNMENT);
   if (!session)
     return coda_fail(error, CODA_ERROR_MEMORY, "no memory for a session");
@@ -145,11 +139,12 @@ coda_code coda_session_create(coda_model *model, const coda_session_options *giv
   session->model = model;
   coda_model_hold(model);
   session->allocator = *allocator;
-  session->random = options.seed ? options.seed : fresh_seed(session);
+  session->random = options.seed ? options.seed : coda_entropy() ^ (uint64_t)(uintptr_t)session << 20;
   session->threads = options.threads ? options.threads : coda_cpu_cores();
   if (session->threads > MAX_THREADS)
     session->threads = MAX_THREADS;
   atomic_flag_clear(&session->busy);
+  atomic_init(&session->cancelled, false);
   const int64_t spin_us = options.spin_us < 0 ? DEFAULT_SPIN_US : options.spin_us;
   session->lent = options.lent != 0;
   session->pool = coda_pool_create(session->threads, spin_us, session->lent, &session->allocator);
@@ -163,18 +158,29 @@ coda_code coda_session_create(coda_model *model, const coda_session_options *giv
   return CODA_OK;
 }
 
+/* Forgets working memory: that of the allocator is given back, the caller's is left alone. */
+static void drop_working_memory(coda_session *session) {
+  for (uint32_t i = 0; session->arenas && i < session->model->plan.phase_count; i++)
+    if (session->given)
+      session->arenas[i] = (coda_block){NULL, 0};
+    else
+      coda_block_free(&session->arenas[i], &session->allocator);
+  if (session->given)
+    session->scratch = (coda_block){NULL, 0};
+  else
+    coda_block_free(&session->scratch, &session->allocator);
+}
+
 void coda_session_free(coda_session *session) {
   if (!session)
     return;
   const coda_allocator allocator = session->allocator;
   coda_pool_free(session->pool, &allocator);
+  drop_working_memory(session);
   for (uint32_t i = 0; i < session->layout_count; i++)
     coda_block_free(&session->layout_memory[i], &allocator);
-  for (uint32_t i = 0; session->arenas && i < session->model->plan.phase_count; i++) {
-    coda_block_free(&session->arenas[i], &allocator);
+  for (uint32_t i = 0; session->owned && i < session->model->plan.phase_count; i++)
     coda_block_free(&session->owned[i], &allocator);
-  }
-  coda_block_free(&session->scratch, &allocator);
   coda_block_free(&session->tables, &allocator);
   coda_model_free(session->model);
   allocator.release(allocator.context, session, sizeof *session);
@@ -197,6 +203,29 @@ coda_code coda_session_set_timer(coda_session *session, coda_step_timer timer, v
     return code;
   session->timer = timer;
   session->timer_context = context;
+  leave(session);
+  return CODA_OK;
+}
+
+coda_code coda_session_cancel(coda_session *session, int32_t on) {
+  if (!session)
+    return CODA_ERROR_ARGUMENT;
+  atomic_store(&session->cancelled, on != 0);
+  return CODA_OK;
+}
+
+coda_code coda_session_set_memory(coda_session *session, void *memory, size_t bytes, coda_error *error) {
+  if ((uintptr_t)memory % CODA_ALIGNMENT != 0)
+    return coda_fail(error, CODA_ERROR_ARGUMENT, "working memory must begin at a multiple of %d bytes", CODA_ALIGNMENT);
+  coda_code code = enter(session, error);
+  if (code)
+    return code;
+  drop_working_memory(session);
+  session->given = memory;
+  session->given_bytes = memory ? bytes : 0;
+  for (uint32_t i = 0; i < session->layout_count; i++)
+    for (uint32_t phase = 0; phase < session->model->plan.phase_count; phase++)
+      session->layouts[i].arenas[phase].memory = NULL;
   leave(session);
   return CODA_OK;
 }
@@ -279,7 +308,7 @@ static void describe_unknown_outputs(const coda_session *session, const coda_lay
 coda_code coda_session_shapes(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs,
                               coda_error *error) {
   coda_layout *layout = NULL;
-  coda_code code = check_arguments(session, inputs, outputs, error);
+  coda_code code = check_arguments(session, inputs, outputs != NULL, error);
   if (!code)
     code = enter(session, error);
   if (code)
@@ -289,6 +318,25 @@ coda_code coda_session_shapes(coda_session *session, const coda_tensor *inputs, 
     describe_outputs(session, layout, 0, outputs);
     describe_unknown_outputs(session, layout, outputs);
   }
+  leave(session);
+  return code;
+}
+
+static size_t scratch_stride(const coda_layout *layout) { return padded(layout->scratch_bytes + 1); }
+
+coda_code coda_session_memory_bytes(coda_session *session, const coda_tensor *inputs, size_t *bytes,
+                                    coda_error *error) {
+  coda_layout *layout = NULL;
+  if (!bytes)
+    return coda_fail(error, CODA_ERROR_ARGUMENT, "coda_session_memory_bytes needs a place for the number");
+  coda_code code = check_arguments(session, inputs, true, error);
+  if (!code)
+    code = enter(session, error);
+  if (code)
+    return code;
+  code = find_layout(session, inputs, &layout, error);
+  if (!code)
+    *bytes = padded(layout->arenas[0].bytes) + scratch_stride(layout) * (size_t)session->threads;
   leave(session);
   return code;
 }
@@ -330,6 +378,22 @@ static coda_code check_outputs(const coda_session *session, const coda_layout *l
   return CODA_OK;
 }
 
+/* Scratch of all threads lies at the end of the caller's memory, the arenas of the phases at its beginning. */
+static coda_code use_given(coda_session *session, const coda_layout *layout, uint32_t phase, size_t scratch,
+                           coda_error *error) {
+  size_t begin = 0;
+  for (uint32_t i = 0; i < phase; i++)
+    begin += padded(layout->arenas[i].bytes);
+  const size_t arena = padded(layout->arenas[phase].bytes),
+               room = session->given_bytes / CODA_ALIGNMENT * CODA_ALIGNMENT;
+  if (begin > room || arena > room - begin || scratch > room - begin - arena)
+    return coda_fail(error, CODA_ERROR_MEMORY, "the run needs %zu bytes of working memory, it was given %zu",
+                     begin + arena + scratch, session->given_bytes);
+  session->arenas[phase] = (coda_block){session->given + begin, arena};
+  session->scratch = (coda_block){session->given + room - scratch, scratch};
+  return CODA_OK;
+}
+
 static coda_code reserve(coda_session *session, coda_layout *layout, uint32_t phase, const coda_tensor *outputs,
                          coda_error *error) {
   const coda_plan *plan = &session->model->plan;
@@ -338,21 +402,23 @@ static coda_code reserve(coda_session *session, coda_layout *layout, uint32_t ph
   bool fits = true;
   for (uint32_t i = 0; i < plan->output_count; i++)
     if (!outputs[i].data && plan->outputs[i].phase == phase) /* one byte more: an empty output has an address too */
-      fits = fits &&
-             !__builtin_add_overflow(owned, padded((size_t)layout->tensor_bytes[plan->input_count + i] + 1), &owned);
-  const size_t stride = padded(layout->scratch_bytes + 1);
-  if (stride > session->scratch_stride)
-    session->scratch_stride = stride;
-  fits = fits && !__builtin_mul_overflow(session->scratch_stride, (size_t)session->threads, &scratch);
+      fits = fits && coda_add_size(owned, padded((size_t)layout->tensor_bytes[plan->input_count + i] + 1), &owned);
   const size_t bytes = layout->arenas[phase].bytes;
-  if (!fits || coda_block_reserve(arena, bytes + CODA_ALIGNMENT, CODA_ALIGNMENT, &session->allocator) ||
-      coda_block_reserve(&session->scratch, scratch, CODA_ALIGNMENT, &session->allocator) ||
-      coda_block_reserve(&session->owned[phase], owned, CODA_ALIGNMENT, &session->allocator))
+  session->scratch_stride = scratch_stride(layout);
+  fits = fits && coda_mul_size(session->scratch_stride, (size_t)session->threads, &scratch);
+  coda_code code = CODA_OK;
+  if (fits && session->given)
+    code = use_given(session, layout, phase, scratch, error);
+  else
+    fits = fits && !coda_block_reserve(arena, bytes + CODA_ALIGNMENT, CODA_ALIGNMENT, &session->allocator) &&
+           !coda_block_reserve(&session->scratch, scratch, CODA_ALIGNMENT, &session->allocator);
+  if (code)
+    return code;
+  if (!fits || coda_block_reserve(&session->owned[phase], owned, CODA_ALIGNMENT, &session->allocator))
     return coda_fail(error, CODA_ERROR_MEMORY, "no memory for an arena of %zu bytes, scratch of %zu and outputs of %zu",
                      bytes, scratch, owned);
   if (layout->arenas[phase].memory != arena->data)
-    coda_layout_place(layout, plan, phase, session->model->bundle.constants.data, session->model->repacked.data,
-                      arena->data);
+    coda_layout_place(layout, plan, phase, session->model->constants.data, session->model->repacked.data, arena->data);
   return CODA_OK;
 }
 
@@ -405,6 +471,8 @@ typedef struct {
 static int32_t run_chunk(void *context, int64_t begin, int64_t end, int thread) {
   const call *c = context;
   const coda_session *session = c->session;
+  if (atomic_load_explicit(&session->cancelled, memory_order_relaxed))
+    return CANCELLED;
   uint64_t *buffers = session->frames + (size_t)thread * session->frame_words;
   int64_t *ints = (int64_t *)(buffers + session->frame_ints);
   const uint32_t operands = c->step->buffer_count, sizes = c->step->int_count;
@@ -418,6 +486,8 @@ static int32_t run_chunk(void *context, int64_t begin, int64_t end, int thread) 
 
 static coda_code step_failed(const plan_step *step, int32_t result, coda_error *error) {
   const char *from = *step->source ? ", from " : "";
+  if (result == CANCELLED)
+    return coda_fail(error, CODA_ERROR_CANCELLED, "the run was cancelled in step '%s'", step->name);
   if (result == ERROR_INDEX)
     return coda_fail(error, CODA_ERROR_DATA, "an index is out of range in step '%s'%s%s", step->name, from,
                      step->source);
@@ -445,7 +515,7 @@ static coda_code run_steps(coda_session *session, coda_layout *layout, const cod
       if (code)
         return code;
     }
-    const int64_t items = layout->values[c.step->items], begin = session->timer ? coda_now_ns() : 0;
+    const int64_t items = layout->values[c.step->items], begin = session->timer ? coda_clock_ns() : 0;
     int32_t result = 0;
     if (items) {
       c.kernel = session->model->kernels[c.step->kernel];
@@ -460,14 +530,27 @@ static coda_code run_steps(coda_session *session, coda_layout *layout, const cod
     c.addresses += c.step->buffer_count;
     c.ints += c.step->int_count;
     if (session->timer)
-      session->timer(session->timer_context, i, c.step->name, begin, coda_now_ns());
+      session->timer(session->timer_context, i, c.step->name, begin, coda_clock_ns());
   }
   return CODA_OK;
 }
 
+/* The constants of a bundle, once, by the session that runs first. */
+static coda_code verify(const coda_session *session, coda_error *error) {
+  coda_model *model = session->model;
+  if (atomic_load_explicit(&model->verified, memory_order_relaxed))
+    return CODA_OK;
+  const coda_code code = model->verify(model, session->pool, &session->allocator, error);
+  if (!code)
+    atomic_store_explicit(&model->verified, true, memory_order_relaxed);
+  return code;
+}
+
 static coda_code run(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs, coda_error *error) {
   coda_layout *layout = NULL;
-  coda_code code = find_layout(session, inputs, &layout, error);
+  coda_code code = verify(session, error);
+  if (!code)
+    code = find_layout(session, inputs, &layout, error);
   if (!code)
     code = check_inputs(session, layout, inputs, error);
   if (!code)
@@ -483,7 +566,7 @@ static coda_code run(coda_session *session, const coda_tensor *inputs, coda_tens
 }
 
 coda_code coda_session_run(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs, coda_error *error) {
-  coda_code code = check_arguments(session, inputs, outputs, error);
+  coda_code code = check_arguments(session, inputs, outputs != NULL, error);
   if (!code)
     code = enter(session, error);
   if (code)
@@ -521,7 +604,7 @@ static void join(void *argument, size_t index) {
 
 coda_code coda_session_run_on(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs,
                               coda_parallel parallel, void *context, coda_error *error) {
-  coda_code code = check_arguments(session, inputs, outputs, error);
+  coda_code code = check_arguments(session, inputs, outputs != NULL, error);
   if (!code && (!session->lent || !parallel))
     code = coda_fail(error, CODA_ERROR_ARGUMENT,
                      "a run on lent threads needs a session made with `lent`, and who lends them");

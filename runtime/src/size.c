@@ -1,10 +1,7 @@
 /* The size table: its values for one run, and its text. */
-#include <inttypes.h>
-#include <stdbool.h>
-#include <stdio.h>
-#include <string.h>
-
+#include "checked.h"
 #include "plan.h"
+#include "text.h"
 
 /* Rounds towards minus infinity, unlike C; b > 0. */
 static int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b < 0); }
@@ -12,8 +9,8 @@ static int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b < 0); }
 /* Whether the result is representable; divisors have been checked. */
 static bool apply(uint32_t op, int64_t a, int64_t b, int64_t *result) {
   switch (op) {
-  case EXPR_ADD: return !__builtin_add_overflow(a, b, result);
-  case EXPR_MUL: return !__builtin_mul_overflow(a, b, result);
+  case EXPR_ADD: return coda_add_i64(a, b, result);
+  case EXPR_MUL: return coda_mul_i64(a, b, result);
   case EXPR_FLOORDIV: *result = floor_div(a, b); return true;
   case EXPR_MOD: *result = a % b < 0 ? a % b + b : a % b; return true;
   case EXPR_MAX: *result = a > b ? a : b; return true;
@@ -52,7 +49,7 @@ typedef struct {
 } writer;
 
 static void put(writer *w, const char *text) {
-  size_t n = strlen(text);
+  const size_t n = coda_length(text);
   if (w->cut || n >= w->capacity - w->length) {
     w->cut = true;
     return;
@@ -76,7 +73,7 @@ static void format(const coda_plan *plan, uint32_t index, bool inner, int depth,
   if (w->cut || depth == 0) {
     w->cut = true;
   } else if (e->op == EXPR_CONST) {
-    snprintf(number, sizeof number, "%" PRId64, e->a);
+    coda_print(number, sizeof number, "%" PRId64, e->a);
     put(w, number);
   } else if (e->op == EXPR_SYMBOL) {
     put(w, plan->symbols[e->a]);

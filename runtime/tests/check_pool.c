@@ -7,6 +7,7 @@
 
 #include "check.h"
 #include "clock.h"
+#include "platform.h"
 #include "pool.h"
 
 enum { ITEMS = 1000, THREADS = 4, MUCH = 1 << 30 /* nanoseconds: a loop that all threads share */ };
@@ -45,7 +46,7 @@ static void loop(coda_pool *pool, record *r, int64_t items, int64_t grain, int64
 
 static void check_chunks(void) {
   static record r;
-  coda_pool *pool = coda_pool_create(THREADS, 100, false, &coda_system_allocator);
+  coda_pool *pool = coda_pool_create(THREADS, 100, false, coda_default_allocator);
   coda_pool_begin(pool);
   for (int64_t items = 1; items <= ITEMS; items += items < 40 ? 1 : 173)
     for (int64_t grain = 1; grain <= 64; grain *= 4) {
@@ -63,11 +64,11 @@ static void check_chunks(void) {
   loop(pool, &r, ITEMS, 1, -1);
   CHECK(r.calls == 1);
   coda_pool_end(pool);
-  coda_pool_free(pool, &coda_system_allocator);
-  pool = coda_pool_create(1, 100, false, &coda_system_allocator);
+  coda_pool_free(pool, coda_default_allocator);
+  pool = coda_pool_create(1, 100, false, coda_default_allocator);
   loop(pool, &r, ITEMS, 1, MUCH);
   CHECK(r.calls == 1);
-  coda_pool_free(pool, &coda_system_allocator);
+  coda_pool_free(pool, coda_default_allocator);
 }
 
 typedef struct {
@@ -86,7 +87,7 @@ static int32_t add(void *context, int64_t begin, int64_t end, int thread) {
 
 /* Loops so short that workers come late to most of them. */
 static void check_late_workers(void) {
-  coda_pool *pool = coda_pool_create(THREADS, 1000, false, &coda_system_allocator);
+  coda_pool *pool = coda_pool_create(THREADS, 1000, false, coda_default_allocator);
   coda_pool_begin(pool);
   for (int64_t k = 0; k < 1000; k++) {
     const int64_t items = 1 + k * 7 % 50;
@@ -95,7 +96,7 @@ static void check_late_workers(void) {
     CHECK(t.items == items && t.sum == items * (items - 1) / 2);
   }
   coda_pool_end(pool);
-  coda_pool_free(pool, &coda_system_allocator);
+  coda_pool_free(pool, coda_default_allocator);
 }
 
 /* --- workers that do not run ----------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ static void gather(coda_pool *pool) {
 /* Loops end although all workers are held, awake or asleep; afterwards the workers are there again. */
 static void check_held(int64_t spin_us) {
   static record r;
-  coda_pool *pool = coda_pool_create(THREADS, spin_us, false, &coda_system_allocator);
+  coda_pool *pool = coda_pool_create(THREADS, spin_us, false, coda_default_allocator);
   const int64_t pause = coda_now_ns() + 20000000;
   gather(pool);
   while (spin_us == 0 && coda_now_ns() < pause)
@@ -154,7 +155,7 @@ static void check_held(int64_t spin_us) {
   }
   released = true;
   gather(pool);
-  coda_pool_free(pool, &coda_system_allocator);
+  coda_pool_free(pool, coda_default_allocator);
 }
 #endif
 

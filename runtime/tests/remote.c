@@ -3,10 +3,10 @@
  *   remote kernels LIBRARY    remote bundle MODEL THREADS    remote features
  *
  * All numbers are int64 in this machine's order, arrays are preceded by their size in bytes.
- * kernels: name; number of buffers, each as (element size, array), size -1 for a null one; ints (array). Answer: status,
- *   then every buffer that is not null. Buffers lie between guard bytes, aligned to their element only; -1 as the status tells that
- *   a guard was overwritten.
- * bundle: each input as (rank, dims, array). Answer: code; then for an error its message, else each output as (rank, dims, array).
+ * kernels: name; number of buffers, each as (element size, array), size -1 for a null one; ints (array). Answer:
+ * status, then every buffer that is not null. Buffers lie between guard bytes, aligned to their element only; -1 as the
+ * status tells that a guard was overwritten. bundle: each input as (rank, dims, array). Answer: code; then for an error
+ * its message, else each output as (rank, dims, array).
  */
 #include <dlfcn.h>
 #include <stdint.h>

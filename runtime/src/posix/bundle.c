@@ -1,20 +1,22 @@
 /* Reads the container that docs/bundle-format.md specifies. Every bit of the file is covered: the header by its own
- * checksum, sections by theirs, and the padding between them must be zero. */
+ * checksum, sections by theirs, and the padding between them must be zero. Constants are verified later, by whoever
+ * uses them. */
 #include "bundle.h"
 
-#include <inttypes.h>
-#include <stdbool.h>
 #include <string.h>
 
 #include "bytes.h"
 #include "sha256.h"
+#include "text.h"
 
 enum {
-  VERSION = 4,
+  VERSION = 5,
   PREFIX = 32,
   ENTRY = 56,
   ALIGNMENT = 64,
   PAGE = 4096,
+  KEY = 32,
+  SIGNATURE = 64,
 };
 
 static const uint8_t MAGIC[8] = {'C', 'O', 'D', 'A', '\r', '\n', 0x1a, '\n'};
@@ -32,6 +34,13 @@ static int digest_differs(const uint8_t *data, size_t size, const uint8_t *expec
   return memcmp(digest, expected, sizeof digest) != 0;
 }
 
+static int all_zero(const uint8_t *data, size_t size) {
+  for (size_t i = 0; i < size; i++)
+    if (data[i])
+      return 0;
+  return 1;
+}
+
 /* Checks all before the sections, which begin at byte `end`. */
 static coda_code check_header(const uint8_t *data, size_t size, coda_bundle *bundle, size_t *end, coda_error *error) {
   if (size < sizeof MAGIC || memcmp(data, MAGIC, sizeof MAGIC) != 0)
@@ -47,8 +56,8 @@ static coda_code check_header(const uint8_t *data, size_t size, coda_bundle *bun
   if (sections < KINDS || of_levels % KINDS_OF_LEVEL != 0 || bundle->level_count > CODA_MAX_LEVELS)
     return BAD("bundle has %" PRIu32 " sections, expected %d and %d for each of 1 to %d levels", sections,
                KINDS_OF_FILE, KINDS_OF_LEVEL, CODA_MAX_LEVELS);
-  const size_t table_end = PREFIX + ENTRY * (size_t)sections;
-  *end = table_end + CODA_SHA256_BYTES;
+  const size_t table_end = PREFIX + ENTRY * (size_t)sections, signed_end = table_end + CODA_SHA256_BYTES;
+  *end = signed_end + KEY + SIGNATURE;
   if (size < *end)
     return BAD("bundle is truncated: it has %zu bytes, its header alone needs %zu", size, *end);
   if (coda_u64(data + 16) != size)
@@ -57,14 +66,13 @@ static coda_code check_header(const uint8_t *data, size_t size, coda_bundle *bun
     return BAD("bundle is damaged: the checksum of its header differs");
   if (coda_u64(data + 24) != 0)
     return BAD("bundle is invalid: the reserved field of its header is not 0");
+  bundle->header = (coda_section){data, signed_end};
+  bundle->key = bundle->signature = NULL;
+  if (!all_zero(data + signed_end, KEY + SIGNATURE)) {
+    bundle->key = data + signed_end;
+    bundle->signature = data + signed_end + KEY;
+  }
   return CODA_OK;
-}
-
-static int all_zero(const uint8_t *data, size_t size) {
-  for (size_t i = 0; i < size; i++)
-    if (data[i])
-      return 0;
-  return 1;
 }
 
 /* The section that entry `i` of the table must be. */
@@ -97,7 +105,9 @@ coda_code coda_bundle_read(const uint8_t *data, size_t size, coda_bundle *bundle
                  NAMES[kind], bytes, offset, end, size);
     if (!all_zero(data + end, (size_t)(offset - end)))
       return BAD("bundle is damaged: the padding before section '%s' is not zero", NAMES[kind]);
-    if (digest_differs(data + offset, (size_t)bytes, entry + 24))
+    if (kind == CONSTANTS)
+      bundle->constants_digest = entry + 24;
+    else if (digest_differs(data + offset, (size_t)bytes, entry + 24))
       return BAD("bundle is damaged: the checksum of section '%s' differs", NAMES[kind]);
     *section = (coda_section){data + offset, (size_t)bytes};
     end = offset + bytes;
@@ -110,15 +120,4 @@ coda_code coda_bundle_read(const uint8_t *data, size_t size, coda_bundle *bundle
   if (!coda_section_is_strings(&bundle->metadata))
     return BAD("bundle is invalid: its metadata do not end in a zero byte");
   return CODA_OK;
-}
-
-int coda_section_is_strings(const coda_section *section) {
-  return section->size == 0 || section->data[section->size - 1] == 0;
-}
-
-const char *coda_section_string(const coda_section *section, size_t index) {
-  const char *text = (const char *)section->data, *const end = text + section->size;
-  for (; index && text < end; index--)
-    text += strlen(text) + 1;
-  return text < end ? text : NULL;
 }
