@@ -54,14 +54,17 @@ def compile_each(
     return objects
 
 
-def compile_kernels(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object], callers: str = "") -> bytes:
+def compile_kernels(
+    funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object], callers: str = "", hosted: bool = False
+) -> bytes:
     """One relocatable object with a symbol for each function's ``global_symbol``, for the TVM target ``target``.
 
-    ``callers``: functions in LLVM's assembly language that go into the same object, to call the kernels.
+    ``callers``: functions in LLVM's assembly language that go into the same object, to call the kernels. ``hosted``: memcpy and
+    memset are left to the program that the object is linked into, which would otherwise use the kernels' own everywhere.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernels.o")
-        _generate(funcs, target, callers).write_to_file(str(path), "o")
+        _generate(funcs, target, callers, hosted).write_to_file(str(path), "o")
         return path.read_bytes()
 
 
@@ -70,7 +73,9 @@ def assembly(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object]) -> st
     return str(_generate(funcs, target).inspect_source("s"))
 
 
-def _generate(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object], callers: str = "") -> tvm.runtime.Module:
+def _generate(
+    funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object], callers: str = "", hosted: bool = False
+) -> tvm.runtime.Module:
     """The kernels as a module of LLVM code."""
     module = tvm.IRModule({str(f.attrs["global_symbol"]): f for f in funcs})
     with_status = [str(f.attrs["global_symbol"]) for f in funcs if _reports_status(f)]
@@ -84,11 +89,24 @@ def _generate(funcs: Sequence[tirx.PrimFunc], target: Mapping[str, object], call
         text += _WRAPPER.format(name=name, body=name + _BODY)
     # LLVM makes calls of the C library of loops that fill or copy; kernels bring their own.
     memory = "".join(code for name, code in _MEMORY.items() if f"@llvm.{name}." in text)
+    if hosted:
+        memory, text = "", _without_moves(text)
     text += (memory.replace("i64", "i32") if _NARROW in text else memory) + callers
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernels.ll")
         source.write_text(text, encoding="utf-8")
         return tvm.runtime.load_module(str(source))
+
+
+def _without_moves(text: str) -> str:
+    """``text`` with copies where it has moves, as buffers of a kernel do not overlap."""
+    declared = set(re.findall(r"^declare void @(llvm\.memcpy\S*)\(", text, re.MULTILINE))
+    lines = []
+    for line in text.splitlines(keepends=True):
+        move = re.match(r"declare void @(llvm\.memmove\S*)\(", line)
+        if not (move and move[1].replace("memmove", "memcpy") in declared):
+            lines.append(line.replace("@llvm.memmove.", "@llvm.memcpy."))
+    return "".join(lines)
 
 
 _WRAPPER = """

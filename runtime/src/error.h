@@ -5,6 +5,9 @@
 #include "coda.h"
 
 /* Fills `error` (unless NULL) and returns `code`, so that a caller can write `return coda_fail(...)`. */
-__attribute__((format(printf, 3, 4))) coda_code coda_fail(coda_error *error, coda_code code, const char *format, ...);
+#ifdef __GNUC__
+__attribute__((format(printf, 3, 4)))
+#endif
+coda_code coda_fail(coda_error *error, coda_code code, const char *format, ...);
 
 #endif

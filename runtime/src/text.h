@@ -30,6 +30,9 @@ bool coda_same_bytes(const void *a, const void *b, size_t bytes);
 /* Writes text as vsnprintf does, and cuts it at `capacity`, which is at least 1. Of conversions there are s, d and u,
  * with the lengths l, ll and z. */
 void coda_print_list(char *text, size_t capacity, const char *format, va_list arguments);
-__attribute__((format(printf, 3, 4))) void coda_print(char *text, size_t capacity, const char *format, ...);
+#ifdef __GNUC__
+__attribute__((format(printf, 3, 4)))
+#endif
+void coda_print(char *text, size_t capacity, const char *format, ...);
 
 #endif
