@@ -119,7 +119,7 @@ def _suited(tile: GemmSchedule, target: Target, n: int, k: int) -> GemmSchedule:
     A block's rows of A are to stay in the second-level cache while panels pass by. Where K is so long that they would not, they are
     gone over in parts, each for several panels: as many as leave enough items for some threads.
     """
-    unroll = 4 if target.vector >= _WIDE else 1
+    unroll = 4 if target.vector * target.registers >= _LARGE else 1
     if k < _LONG:
         return replace(tile, block=192 if k <= _SHORT else 128, unroll=unroll)
     size = -(-k // round(k / _PART) // tile.stride) * tile.stride
@@ -136,8 +136,8 @@ def _tile_cycles(rows: int, vectors: int) -> float:
 _OVERLAP = 0.02
 _IN_FLIGHT = 10
 """Independent multiply-adds that keep two units busy: a latency of four to five cycles."""
-_WIDE = 32
-"""Bytes of a vector from which on the K loop gains by being written out: measured on x86-64, not on others."""
+_LARGE = 512
+"""Bytes of all vector registers from which on the K loop gains by being written out: measured on x86-64, by LLVM's models on 64-bit Arm."""
 _SHORT, _LONG = 768, 2048
 """K up to which a block may have more rows, and K from which on it is gone over in parts of about ``_PART`` steps."""
 _PART = 384
