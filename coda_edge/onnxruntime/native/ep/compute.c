@@ -114,7 +114,8 @@ static OrtStatus *copy_late_outputs(const node *n, OrtKernelContext *context, co
     void *data;
     TRY(ort->KernelContext_GetOutput(context, i, t->dims, (size_t)t->rank, &value));
     TRY(ort->GetTensorMutableData(value, &data));
-    memcpy(data, t->data, t->bytes);
+    if (t->bytes)
+      memcpy(data, t->data, t->bytes);
   }
   return NULL;
 }

@@ -155,14 +155,23 @@ static void release_infos(OrtEp *self, OrtNodeComputeInfo **infos, size_t count)
       compute_free(infos[i]);
 }
 
-/* Opens the bundles that the option names, the first of them first. */
+static OrtStatus *explain(const OrtApi *ort, OrtStatus *status) {
+  OrtStatus *result = status_new(ort, ORT_FAIL,
+                                 "the option 'bundle' names what cannot be used: %s. Compile the model again "
+                                 "(coda-edge optimize MODEL -o BUNDLE), or leave the option out",
+                                 ort->GetErrorMessage(status));
+  ort->ReleaseStatus(status);
+  return result;
+}
+
+/* Opens the bundles that the option names. */
 static OrtStatus *open_bundles(provider *p) {
-  char *rest = p->settings.bundles;
-  char *path;
+  char *rest = p->settings.bundles, *path;
   while (rest && (path = strsep(&rest, ";"))) {
     bundle *opened;
-    if (*path)
-      TRY(bundle_open(p, path, &opened));
+    OrtStatus *status = *path ? bundle_open(p, path, &opened) : NULL;
+    if (status)
+      return explain(p->api.ort, status);
   }
   return NULL;
 }
