@@ -187,6 +187,44 @@ def test_model(device: Device, tiny_model: Path) -> None:
         session.close()
 
 
+def byte_product(k: int, n: int, zero: np.generic) -> onnx.ModelProto:
+    """y = float of the product of x, quantised with the zero point ``zero``, and bytes; plus a row."""
+    rng = np.random.default_rng(k)
+    constants = {
+        "scale": np.float32(0.05),
+        "zero": zero,
+        "w": rng.integers(-128, 128, (k, n)).astype(np.int8),
+        "b": rng.integers(-9, 9, n).astype(np.float32),
+    }
+    nodes = [
+        onnx.helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"]),
+        onnx.helper.make_node("MatMulInteger", ["q", "w", "zero"], ["sums"]),
+        onnx.helper.make_node("Cast", ["sums"], ["f"], to=onnx.TensorProto.FLOAT),
+        onnx.helper.make_node("Add", ["f", "b"], ["y"]),
+    ]
+    graph = onnx.helper.make_graph(
+        nodes,
+        "bytes",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["rows", k])],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["rows", n])],
+        [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
+    )
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9)
+
+
+@pytest.mark.parametrize(("k", "n", "zero"), [(3, 8, np.int8(3)), (130, 100, np.uint8(131))])
+def test_products_of_bytes(device: Device, k: int, n: int, zero: np.generic) -> None:
+    """Exactly onnxruntime's, by SDOT where the target has it and in float32 elsewhere."""
+    target, machine = device
+    model = byte_product(k, n, zero)
+    session = RemoteSession(machine, writer.to_bytes(coda_edge.optimize(model, target.name, verify=False).bundle))
+    reference = ort.InferenceSession(model.SerializeToString())
+    for rows in (1, 2, 7, 30):
+        x = 4 * np.random.default_rng(rows).standard_normal((rows, k)).astype(np.float32)
+        np.testing.assert_array_equal(session.run({"x": x})[0], reference.run(None, {"x": x})[0])
+    session.close()
+
+
 def test_a_bundle_for_another_machine_is_refused(device: Device) -> None:
     session = RemoteSession(device[1], writer.to_bytes(handmade.encoder().bundle()))
     with pytest.raises(AssertionError, match=r"bundle's kernels are for .*, this machine is"):

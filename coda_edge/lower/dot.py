@@ -42,7 +42,14 @@ def _vpdpbusd(bits: int) -> Callable[[Expr, Expr, Expr], Expr]:
     return accumulate
 
 
+def _sdot(sums: Expr, a: Expr, w: Expr) -> Expr:
+    """Arm Architecture Reference Manual, SDOT: signed bytes of both."""
+    bytes_of_a, bytes_of_w = (tirx.reinterpret("int8x16", v) for v in (widen(a, 4), w))
+    return tirx.call_llvm_pure_intrin("int32x4", "llvm.aarch64.neon.sdot.v4i32.v16i8", sums, bytes_of_a, bytes_of_w)
+
+
 DOTS: dict[str, Dot] = {
     "vpdpbusd512": Dot(16, 0, _vpdpbusd(512)),
     "vpdpbusd256": Dot(8, 0, _vpdpbusd(256)),
+    "sdot128": Dot(4, -128, _sdot),
 }

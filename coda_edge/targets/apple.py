@@ -25,6 +25,7 @@ def _arm(system: str, version: str, mcpu: str, features: tuple[str, ...], descri
         l1=64 << 10,
         l2=2 << 20,
         tiles=_TILES,
+        dot="sdot128" if "dotprod" in features else "",
         system=_DARWIN,
     )
 

@@ -26,7 +26,8 @@ def _core(
     tiles: tuple[tuple[int, int], ...] = _TILES,
 ) -> Target:
     tvm = {"kind": "llvm", "mtriple": f"aarch64-unknown-{system}", "mcpu": mcpu, "opt-level": 3}
-    return Target(name, description, tvm, f"aarch64-{system}", features, 16, 32, tiles=tiles)
+    dot = "sdot128" if "dotprod" in features else ""
+    return Target(name, description, tvm, f"aarch64-{system}", features, 16, 32, tiles=tiles, dot=dot)
 
 
 TARGETS = (
