@@ -125,6 +125,8 @@ class Plan:
         steps = []
         for kernel in kernels:
             x, y, z = (evaluate(d, sizes) for d in kernel.launch.grid)
+            if x * y * z == 0:
+                continue
             steps.append(Step(kernel.symbol, (x, y, z), kernel.launch.block, kernel.launch.shared))
         return Plan(tuple(steps), tuple(buffers), tuple(evaluate(i, sizes) for i in call.ints))
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #define CUDART_INF_F INFINITY
+#define CUDART_NAN_F NAN
 
 typedef unsigned int uint;
 typedef unsigned char uchar;
@@ -177,6 +178,42 @@ static void coda_ldmatrix(unsigned &d0, unsigned &d1, unsigned &d2, unsigned &d3
     unsigned *from = words[i * 8 + lane / 4];
     memcpy(d[i], (const char *)(from[0] | (uintptr_t)from[1] << 32) + lane % 4 * 4, 4);
   }
+}
+
+static void coda_ldmatrix_turned(unsigned &d0, unsigned &d1, unsigned &d2, unsigned &d3, const void *row) {
+  if ((uintptr_t)row % 16) abort();
+  uintptr_t address = (uintptr_t)row;
+  unsigned given[2] = {(unsigned)address, (unsigned)(address >> 32)}, lane = emulator::running % 32;
+  unsigned(*words)[6] = emulator::exchange(given, 2);
+  unsigned *d[4] = {&d0, &d1, &d2, &d3};
+  for (int i = 0; i < 4; ++i) {
+    uint16_t both[2];
+    for (int e = 0; e < 2; ++e) {
+      unsigned *from = words[i * 8 + lane % 4 * 2 + e];
+      memcpy(&both[e], (const char *)(from[0] | (uintptr_t)from[1] << 32) + lane / 4 * 2, 2);
+    }
+    memcpy(d[i], both, 4);
+  }
+}
+
+static unsigned coda_halves(float low, float high) {
+  half both[2] = {(half)low, (half)high};
+  unsigned word;
+  memcpy(&word, both, sizeof word);
+  return word;
+}
+
+static void coda_move(void *to, const void *from) { *(uint4 *)to = *(const uint4 *)from; }
+
+static int coda_any(int mine) {
+  static int answers[2];
+  unsigned turn = emulator::fibers[emulator::running].barriers / 2 % 2;
+  if (mine) answers[turn] = 1;
+  emulator::barrier();
+  int found = answers[turn];
+  emulator::barrier();
+  answers[turn] = 0;
+  return found;
 }
 
 static void coda_copy(void *to, const void *from, int count) {

@@ -1,4 +1,4 @@
-"""Runs a GEMM call's CUDA C on the CPU: ``cuda_emulator.h`` in the place of the GPU's instructions. No CUDA compiler is needed."""
+"""Runs a call's CUDA C on the CPU: ``cuda_emulator.h`` in the place of the GPU's instructions. No CUDA compiler is needed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,15 @@ class Emulator:
             self._library = ctypes.CDLL(str(library))
 
     def run(self, problem: Problem, call: KernelCall, schedule: CudaGemmSchedule, lazy: bool) -> dict[str, Array]:
-        """The call's outputs, with copies as early or, ``lazy``, as late as may be. Fails if a byte outside a buffer changes."""
-        plan = Plan.of(call, problem.sizes())
+        """The GEMM's outputs; as ``outputs``."""
         given = {"a": problem.a, "weight": pack_weight(schedule, problem.weight), **problem.operands}
-        given |= {f"out.{name}": array for name, array in problem.outputs().items()}
+        return self.outputs(Plan.of(call, problem.sizes()), given, problem.outputs(), lazy)
+
+    def outputs(
+        self, plan: Plan, operands: Mapping[str, Array], outputs: Mapping[str, Array], lazy: bool
+    ) -> dict[str, Array]:
+        """The call's outputs, with copies as early or, ``lazy``, as late as may be. Fails if a byte outside a buffer changes."""
+        given = {**operands, **{f"out.{name}": array for name, array in outputs.items()}}
         guarded = {name: _Guarded.of(array) for name, array in given.items()}
         scratch = [_Guarded.of(np.full(b // 4, np.nan, np.float32)) for b in plan.buffers if isinstance(b, int)]
         spare = iter(scratch)
@@ -61,7 +67,7 @@ class Emulator:
             getattr(self._library, f"run_{step.symbol}")((ctypes.c_int * 3)(*step.grid), step.block, args, int(lazy))
         for buffer in (*guarded.values(), *scratch):
             buffer.check()
-        return {o.name: guarded[f"out.{o.name}"].array for o in problem.program.outputs}
+        return {name: guarded[f"out.{name}"].array for name in outputs}
 
 
 @dataclass(frozen=True)

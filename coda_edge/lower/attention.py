@@ -212,5 +212,5 @@ def strides(operand: ScoreOperand) -> tuple[Dim, ...]:
     """Elements from one batch entry, head and query to the next; 0 along an axis of one. How many batch entries there are if repeated."""
     batch, heads, queries, keys = operand.shape
     steps = (simplify(heads * queries * keys), simplify(queries * keys), keys)
-    strides = tuple(0 if same(d, 1) else s for d, s in zip(operand.shape, steps, strict=False))
-    return (*strides, batch) if operand.repeated else strides
+    found = tuple(0 if same(d, 1) else s for d, s in zip(operand.shape, steps, strict=False))
+    return (*found, batch) if operand.repeated else found

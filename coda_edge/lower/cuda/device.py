@@ -58,6 +58,18 @@ INSTRUCTIONS: dict[str, str] = {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%0,%1,%2,%3}}, [%4];"
       : "=r"(d0), "=r"(d1), "=r"(d2), "=r"(d3) : "r"(at) : "memory");
 }}""",
+    # The same, each matrix turned.
+    "coda_ldmatrix_turned": f"""{_PTX} void coda_ldmatrix_turned(unsigned& d0, unsigned& d1, unsigned& d2, unsigned& d3,
+    const void* row) {{
+  unsigned at = (unsigned)__cvta_generic_to_shared(row);
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{%0,%1,%2,%3}}, [%4];"
+      : "=r"(d0), "=r"(d1), "=r"(d2), "=r"(d3) : "r"(at) : "memory");
+}}""",
+    # Two floats rounded to halves, the first one in the low bits.
+    "coda_halves": f"""{_PTX} unsigned coda_halves(float low, float high) {{
+  half2 both = __floats2half2_rn(low, high);
+  return *(unsigned*)&both;
+}}""",
     # 16 bytes to shared memory, asynchronously; the bytes from `count` on become zero.
     "coda_copy": f"""{_PTX} void coda_copy(void* to, const void* from, int count) {{
   unsigned at = (unsigned)__cvta_generic_to_shared(to);
@@ -89,6 +101,10 @@ INSTRUCTIONS: dict[str, str] = {
   float4 v = *(const float4*)from;
   a += v.x; b += v.y; c += v.z; d += v.w;
 }}""",
+    # 16 bytes from memory to memory.
+    "coda_move": f"""{_PTX} void coda_move(void* to, const void* from) {{ *(uint4*)to = *(const uint4*)from; }}""",
+    # Whether any thread of the block says so; a barrier.
+    "coda_any": f"""{_PTX} int coda_any(int mine) {{ return __syncthreads_or(mine); }}""",
     # The value of the lane whose number differs in the bits of `mask`.
     "coda_exchange": f"""{_PTX} float coda_exchange(float x, int mask) {{
   return __shfl_xor_sync(0xffffffffu, x, mask);
