@@ -50,6 +50,8 @@ class BenchResult:
     threads: int
     rounds: int
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    target: str = ""
+    """Of the targets that the bundle holds kernels for, the one that ran."""
 
     @property
     def max_rel_error(self) -> float | None:
@@ -67,13 +69,14 @@ class BenchResult:
             "max_rel_error": self.max_rel_error,
             "threads": self.threads,
             "rounds": self.rounds,
+            "target": self.target,
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
         }
 
     def render(self, console: Console, title: str = "") -> None:
         """The result as a table on ``console``."""
         inputs = ", ".join(f"{name} {'×'.join(map(str, shape)) or 'scalar'}" for name, shape in self.shapes.items())
-        caption = f"{inputs}; threads: {self.threads}; {self.rounds} rounds, paired medians"
+        caption = f"{inputs}; {self.target}; threads: {self.threads}; {self.rounds} rounds, paired medians"
         table = Table(title=title or None, title_justify="left", title_style="bold", caption=caption, box=None)
         table.caption_justify = "left"
         for heading in ("engine", "median ms", "its time / ours", "error"):
@@ -118,7 +121,7 @@ def bench(
         if name
     }
     shapes = {name: tuple(np.shape(value)) for name, value in feeds.items()}
-    return BenchResult(float(np.median(times[""])) * 1e3, against, threads, rounds, shapes)
+    return BenchResult(float(np.median(times[""])) * 1e3, against, threads, rounds, shapes, session.target)
 
 
 def alternate(

@@ -102,6 +102,12 @@ _shape_option = click.option(
 _threads_option = click.option(
     "--threads", type=click.IntRange(1), help="Threads to use; all available cores by default."
 )
+_level_option = click.option(
+    "--target",
+    "level",
+    metavar="NAME",
+    help="Of the targets that BUNDLE holds kernels for, the one to use; the best for this CPU by default.",
+)
 
 
 @click.group(cls=_Commands)
@@ -188,20 +194,22 @@ def optimize(
 @click.option("--inputs", type=_PATH, required=True, help="An .npz file with one array for each input.")
 @click.option("--outputs", type=_PATH, required=True, help="The .npz file to write, one array for each output.")
 @_threads_option
+@_level_option
 @_json_option
-def run(bundle: Path, inputs: Path, outputs: Path, threads: int | None, as_json: bool) -> None:
+def run(bundle: Path, inputs: Path, outputs: Path, threads: int | None, level: str | None, as_json: bool) -> None:
     """Runs BUNDLE once on arrays from a file."""
     creatable(outputs)
     feeds = load_arrays(inputs)
-    with _open(bundle, threads) as session:
+    with _open(bundle, threads, level) as session:
         names = [o.name for o in session.get_outputs()]
         start = time.perf_counter()
         results = dict(zip(names, session.run(names, feeds), strict=True))
         seconds = time.perf_counter() - start
         save_arrays(outputs, results)
+        ran = session.target
     described = {name: {"dtype": str(a.dtype), "shape": list(a.shape)} for name, a in results.items()}
     if as_json:
-        _print_json({"outputs": described, "file": str(outputs), "ms": seconds * 1e3})
+        _print_json({"outputs": described, "file": str(outputs), "target": ran, "ms": seconds * 1e3})
     else:
         for name, d in described.items():
             click.echo(f"{name}: {d['dtype']} {d['shape']}")
@@ -215,6 +223,7 @@ def run(bundle: Path, inputs: Path, outputs: Path, threads: int | None, as_json:
 @_shape_option
 @click.option("--rounds", type=click.IntRange(1), default=15, show_default=True, help="Blocks for each engine.")
 @_threads_option
+@_level_option
 @_json_option
 def bench(
     bundle: Path,
@@ -223,12 +232,13 @@ def bench(
     shapes: Shapes,
     rounds: int,
     threads: int | None,
+    level: str | None,
     as_json: bool,
 ) -> None:
     """Times BUNDLE, in turn with onnxruntime on the original model if --against names it."""
     if against:
         existing(against)
-    with _open(bundle, threads) as session, _progress() as advance:
+    with _open(bundle, threads, level) as session, _progress() as advance:
         feeds = load_arrays(inputs) if inputs else _made_up(session, against, shapes)
         result = _bench(session, against, feeds, rounds, lambda fraction: advance("bench", fraction))
     if as_json:
@@ -290,10 +300,10 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
         yield advance
 
 
-def _open(bundle: Path, threads: int | None) -> Session:
+def _open(bundle: Path, threads: int | None, level: str | None = None) -> Session:
     from .session import Session
 
-    return Session(str(existing(bundle)), threads=threads)
+    return Session(str(existing(bundle)), threads=threads, target=level)
 
 
 def _runs_here(target: str) -> bool:

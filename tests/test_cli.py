@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import handmade
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -14,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 from onnx import TensorProto, helper
 
+from coda_edge.bundle import to_bytes
 from coda_edge.cli import main
 from coda_edge.inputs import generate_inputs
 from coda_edge.targets import get
@@ -110,6 +112,23 @@ def test_bench_compares_and_times(
     np.savez(tmp_path / "in.npz", **generate_inputs(onnx.load(tiny_model), {"batch": 1, "sequence": 5}))
     alone = _json(command("bench", optimized[0], "--inputs", tmp_path / "in.npz", "--rounds", 1, "--json"))
     assert alone["against"] == {} and alone["max_rel_error"] is None
+
+
+def test_the_level_of_a_bundle_can_be_chosen(command: Command, tmp_path: Path) -> None:
+    bundle, arrays, out = tmp_path / "levels.coda", tmp_path / "in.npz", tmp_path / "out.npz"
+    bundle.write_bytes(to_bytes(handmade.levels()))
+    rng = np.random.default_rng(0)
+    feeds = {"ids": rng.integers(0, 11, (3, 7)), "bias": rng.integers(-9, 9, 6).astype(np.float32)}
+    np.savez(arrays, **feeds)
+    for chosen, ran in ((("--target", "least"), "least"), (("--target", "middle"), "middle"), ((), "most")):
+        said = _json(command("run", bundle, "--inputs", arrays, "--outputs", out, *chosen, "--json"))
+        assert said["target"] == ran
+        found = np.load(out)
+        for name, right in zip(said["outputs"], handmade.encoder_reference(**feeds), strict=True):
+            np.testing.assert_array_equal(found[name], right)
+    bench = ("bench", bundle, "--inputs", arrays, "--rounds", 1)
+    assert _json(command(*bench, "--target", "least", "--json"))["target"] == "least"
+    assert "bundle holds no kernels for 'better'" in _failed(command(*bench, "--target", "better"))
 
 
 def test_inspect_shows_a_bundle(command: Command, optimized: tuple[Path, Path, dict[str, Any]]) -> None:
