@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,6 +25,7 @@ from ..symbolic import Dim, simplify
 from ..targets.target import Target
 from ..weights import Weight
 from ..window import Window
+from .dot import DOTS
 from .gemm_items import Kernel
 from .gemm_rows import WindowShape, WindowSizes
 from .gemm_shape import GemmShape
@@ -33,6 +34,9 @@ from .kernel import KernelCall, KernelSource, Packed, Workspace
 from .weights import BYTES, WeightFormat
 
 Operand: TypeAlias = "str | Packed"
+
+_STRIDE = 64
+"""Steps of K between two requests for the next panel, where each takes a quarter of the time that it takes in float32."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,8 @@ def lower_gemm(
         raise ShapeError(
             f"GEMM '{name}': an output laid out in heads, or an operand shared by rows, needs the number of rows of a batch entry"
         )
-    schedule = schedule or choose_gemm(target, n, k, 1 << depth(program))
+    if schedule is None:
+        schedule = choose_gemm(target, n, k, 1 << depth(program)) if not whole else _choose_whole(target, n, k, program)
     blocks = simplify(sympy.ceiling(sympy.sympify(rows) / schedule.block_rows))
     window: WindowShape | None = None
     sizes: tuple[Dim, ...] = ()
@@ -117,6 +122,12 @@ def check_call(
             f"GEMM '{name}': the epilogue has {len(program.params) - 1} operands and {len(program.outputs)} outputs; "
             f"{len(operands)} and {len(outputs)} were given"
         )
+
+
+def _choose_whole(target: Target, n: int, k: int, program: EpilogueProgram) -> GemmSchedule:
+    """The untuned schedule for products of whole numbers: the panels behind are asked for as seldom as sums allow, which are done four steps at a time."""
+    tiled = replace(target, tiles=DOTS[target.dot].tiles or target.tiles)
+    return replace(choose_gemm(tiled, n, k, 1 << depth(program)), stride=_STRIDE)
 
 
 def _key(target: Target, shape: GemmShape) -> str:
