@@ -3,25 +3,30 @@
 1. An If whose condition follows from constants and sizes is replaced by the branch taken.
 2. One whose condition data decides is computed both ways, and ``Where`` picks each result. Both branches must give results of the same
    dtypes and shapes, and neither may fail or draw random numbers: no gathers or scatters by indices that are computed.
-3. A Loop or Scan is its body as often as it runs (``loops``); what repeats as data decides is refused by name.
+3. Where they do otherwise, or are large, the branch that is not taken works on nothing (``gates``), if a dynamic size allows it.
+4. A Loop or Scan is its body as often as it runs (``loops``); what repeats as data decides is refused by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
 from .. import ir
 from ..errors import UnsupportedOperator
-from . import loops
+from . import gates, loops
 from .fold import RANDOM, inline_constants
-from .shapes import Call, Type, infer_nested, shape_rule
+from .shapes import Call, SymbolicInfo, Type, infer_nested, shape_rule
+from .sizes import SizeEmitter
 
 _CONTROL_FLOW = ("If", "Loop", "Scan", "SequenceMap")
 # Operators that fail for some indices; of the branch not taken they might be any.
 _INDEXED = frozenset({"Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND", "OneHot", "Resize"})
+# Branches of more nodes are not both computed if that can be helped.
+_SMALL = 48
 _ADVICE = "export the model without control flow, or pin sizes with --shape"
 
 
@@ -30,13 +35,37 @@ def _if(call: Call) -> list[Type]:
     condition = call.value(0)
     if condition is not None:
         return infer_nested(call, _branch(call.node, bool(condition.item())))
+    results = [infer_nested(call, branch) for branch in gates.branches(call.node)]
+    if _is_gated(call.node, lambda t: call.types[t.name][1]):
+        return [
+            (
+                kind,
+                tuple(
+                    d if ir.same_shape([d], [o]) else call.fresh(axis, index)
+                    for axis, (d, o) in enumerate(zip(dims, others, strict=True))
+                ),
+            )
+            for index, ((kind, dims), (_, others)) in enumerate(zip(*results, strict=True))
+        ]
     _check_branches(call.node)
-    results = [infer_nested(call, _branch(call.node, taken)) for taken in (True, False)]
     for (kind, dims), (other, others) in zip(*results, strict=True):
         if np.dtype(kind) != np.dtype(other) or not ir.same_shape(dims, others):
             why = f"data decides between results of {kind}{list(dims)} and {other}{list(others)}"
             raise UnsupportedOperator("If", call.name, f"{why}: {_ADVICE}")
     return results[0]
+
+
+def _is_gated(node: gs.Node, dims: gates.Dims) -> bool:
+    """Whether only the branch taken is to be computed, and that can be had."""
+    pairs = list(zip(*(branch.outputs for branch in gates.branches(node)), strict=True))
+    if any(
+        len(dims(a)) != len(dims(b)) or np.dtype(a.dtype or np.float32) != np.dtype(b.dtype or np.float32)
+        for a, b in pairs
+    ):
+        return False
+    small = all(len(branch.nodes) <= _SMALL for branch in gates.branches(node))
+    alike = all(ir.same_shape(dims(a), dims(b)) for a, b in pairs)
+    return not (small and alike and _refusal(node) is None) and gates.gating_size(node, dims) is not None
 
 
 def _branch(node: gs.Node, condition: bool) -> gs.Graph:
@@ -45,54 +74,91 @@ def _branch(node: gs.Node, condition: bool) -> gs.Graph:
 
 def _check_branches(node: gs.Node) -> None:
     """Raises UnsupportedOperator for a branch that must not be computed in vain."""
-    for taken in (True, False):
-        for inner in _branch(node, taken).nodes:
-            indexed = inner.op in _INDEXED and len(inner.inputs) > 1 and not _is_constant(inner.inputs[1])
-            if inner.op in RANDOM or inner.op in _CONTROL_FLOW[1:] or inner.domain or indexed:
-                why = f"data decides whether {inner.op} (node '{inner.name}') is to be computed"
-                raise UnsupportedOperator("If", node.name, f"{why}: {_ADVICE}")
-            if inner.op == "If":
-                _check_branches(inner)
+    why = _refusal(node)
+    if why is not None:
+        raise UnsupportedOperator("If", node.name, f"{why}: {_ADVICE}")
+
+
+def _refusal(node: gs.Node) -> str | None:
+    """Why a branch must not be computed in vain, if so."""
+    for inner in (n for branch in gates.branches(node) for n in branch.nodes):
+        indexed = inner.op in _INDEXED and len(inner.inputs) > 1 and not _is_constant(inner.inputs[1])
+        if inner.op in RANDOM or inner.op in _CONTROL_FLOW[1:] or inner.domain or indexed:
+            return f"data decides whether {inner.op} (node '{inner.name}') is to be computed"
+        why = _refusal(inner) if inner.op == "If" else None
+        if why is not None:
+            return why
+    return None
 
 
 def _is_constant(tensor: ir.Tensor) -> bool:
     return isinstance(tensor, gs.Constant) or ir.made_by(tensor, "Constant") is not None
 
 
-def inline_branches(graph: gs.Graph) -> int:
-    """Replaces each If by what its branches compute; returns how many.
+def name_apart(graph: gs.Graph) -> None:
+    """Gives the tensors of nested graphs names of their own: two branches may have the same."""
+    names = ir.Names(graph)
+
+    def visit(inner: gs.Graph) -> None:
+        for tensor in (*inner.inputs, *(t for n in inner.nodes for t in n.outputs if t.name)):
+            tensor.name = names.fresh(tensor.name)
+        for nested in _nested(inner):
+            visit(nested)
+
+    for inner in _nested(graph):
+        visit(inner)
+
+
+def _nested(graph: gs.Graph) -> list[gs.Graph]:
+    return [
+        g
+        for n in graph.nodes
+        if n.op in _CONTROL_FLOW and not n.domain
+        for g in n.attrs.values()
+        if isinstance(g, gs.Graph)
+    ]
+
+
+def inline_branches(graph: gs.Graph, info: SymbolicInfo) -> int:
+    """Replaces each If, Loop and Scan by what it computes; returns how many. ``info``: from ``infer`` of this graph.
 
     Raises UnsupportedOperator for control flow that cannot be written so.
     """
     found = [n for n in graph.nodes if n.op in _CONTROL_FLOW and not n.domain]
     if not found:
         return 0
-    editor = ir.GraphEditor(graph)
+    emitter = SizeEmitter(graph, info)
     for node in found:
         if node.op not in _WRITTEN:
             raise UnsupportedOperator(node.op, node.name, f"it works on sequences: {_ADVICE}")
         outputs = list(node.outputs)
-        results = _WRITTEN[node.op](editor, node)
+        results = _WRITTEN[node.op](emitter, info, node)
         ir.remove_nodes(graph, [node])
         for old, new in zip(outputs, results, strict=True):
-            editor.replace(old, new)
+            emitter.editor.replace(old, new)
     return len(found)
 
 
-def _choice(editor: ir.GraphEditor, node: gs.Node) -> list[ir.Tensor]:
+def _choice(emitter: SizeEmitter, info: SymbolicInfo, node: gs.Node) -> list[ir.Tensor]:
     """What an If gives."""
-    test = node.inputs[0]
+    editor, test = emitter.editor, node.inputs[0]
     condition = ir.scalar_value(test)
     if condition is not None:
         return _inlined(editor, _branch(node, bool(condition)))
-    sides = [_inlined(editor, _branch(node, taken)) for taken in (True, False)]
+    if _is_gated(node, lambda t: ir.shape(t) if isinstance(t, gs.Constant) else info.shapes[t.name]):
+        return gates.gate(emitter, info, node, partial(_inlined, editor))
+    sides = [_inlined(editor, branch) for branch in gates.branches(node)]
     return [_chosen(editor, test, *pair) for pair in zip(*sides, strict=True)]
 
 
-_WRITTEN: dict[str, Callable[[ir.GraphEditor, gs.Node], list[ir.Tensor]]] = {
+def _unrolled(emitter: SizeEmitter, info: SymbolicInfo, node: gs.Node) -> list[ir.Tensor]:
+    return loops.unroll(emitter.editor, node)
+
+
+_WRITTEN: dict[str, Callable[[SizeEmitter, SymbolicInfo, gs.Node], list[ir.Tensor]]] = {
     "If": _choice,
-    "Loop": loops.unroll,
-    "Scan": loops.unroll,
+    "Loop": _unrolled,
+    "Scan": _unrolled,
 }
 
 

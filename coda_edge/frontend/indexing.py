@@ -17,8 +17,9 @@ import sympy
 
 from .. import ir
 from ..symbolic import Dim, format_dim, nonnegative, product, same, simplify
+from .equalities import Equalities
 from .movement import View, reshape, trace
-from .shapes import Equalities, SymbolicInfo
+from .shapes import SymbolicInfo
 from .sizes import SizeEmitter, expand_target
 
 _COMPARISONS = ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual")

@@ -34,7 +34,7 @@ from . import (
     transposes,
 )
 from . import decompose as decompose_basic
-from .branches import inline_branches
+from .branches import inline_branches, name_apart
 from .builder import decompose
 from .composite import refuse_foreign
 from .constraints import ConstraintSet
@@ -125,6 +125,7 @@ def to_normal_form(
     """As ``normalize``, with what was assumed of sizes. ``keep_half``: half-precision tensors stay so, for targets that compute in it."""
     graph = gs.import_onnx(model) if keep_half else half.import_promoted(model)
     bind(graph, shapes or {})
+    name_apart(graph)
     ir.remove_dead(graph)
     inline_constants(graph)
     refuse_foreign(graph)
@@ -148,7 +149,7 @@ def to_normal_form(
 
 def _round(graph: gs.Graph, state: _State) -> int:
     info = state.infer(graph)
-    changes = fold_values(graph, info) + fold_constants(graph) + inline_branches(graph)
+    changes = fold_values(graph, info) + fold_constants(graph) + inline_branches(graph, info)
     if changes:
         info = state.infer(graph)
     changes += simplify_targets(graph) + simplify_bounds(graph, info)

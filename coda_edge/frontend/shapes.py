@@ -9,7 +9,7 @@ operator without a rule is asked of ``onnx.shape_inference``, one node at a time
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from keyword import iskeyword
 from typing import Any, TypeAlias
@@ -23,6 +23,7 @@ import sympy
 from .. import ir
 from ..errors import InvalidModel, ShapeError
 from ..symbolic import Dim, evaluate, format_dim, nonnegative, parse_dim, same, simplify, symbol
+from .equalities import Equalities
 
 #: An object array of ints, floats, bools and sympy expressions.
 Values: TypeAlias = npt.NDArray[np.object_]
@@ -31,8 +32,6 @@ Type: TypeAlias = "tuple[Any, tuple[Dim, ...]]"
 
 # Values are followed for tensors of at most this many elements: more never is a shape.
 _MOST_VALUES = 256
-# What may be known as a whole where it cannot be solved for one size.
-_WHOLE_TERMS = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.Max, sympy.Min, sympy.Mul)
 #: The same for floats, which are scales of sizes: what has more is positions, whose arithmetic is no size.
 MOST_FLOATS = 8
 
@@ -95,80 +94,6 @@ class SymbolicInfo:
     sources: dict[str, Values] = field(default_factory=dict)
     constraints: list[Constraint] = field(default_factory=list)
     equal: Equalities = field(default_factory=lambda: Equalities(()))
-
-
-class Equalities:
-    """Sizes that were assumed equal: each later symbol is an expression in earlier ones, in order of the inputs.
-
-    A product, a quotient or the like that cannot be solved for a symbol is known as a whole, if it equals a number, if it is
-    rounded and has to be what it is before rounding, or if it is the larger or smaller of two of which it has to be one.
-    """
-
-    def __init__(self, order: Iterable[sympy.Symbol]) -> None:
-        self._rank = {s: i for i, s in enumerate(dict.fromkeys(order))}
-        self.known: dict[sympy.Expr, sympy.Expr] = {}
-
-    def resolve(self, dim: Dim) -> Dim:
-        """``dim`` with the known equalities put in."""
-        if isinstance(dim, int) or not any(k.free_symbols & dim.free_symbols for k in self.known):
-            return dim
-        return simplify(dim.xreplace(self.known))
-
-    def rename(self, dim: Dim) -> Dim:
-        """``dim`` with the known values of symbols put in, but not those of whole terms: they hold only as long as they are checked."""
-        symbols = {k: v for k, v in self.known.items() if isinstance(k, sympy.Symbol)}
-        return dim if isinstance(dim, int) or not symbols else simplify(dim.xreplace(symbols))
-
-    def equate(self, a: Dim, b: Dim) -> bool:
-        """Assumes ``a = b`` by solving for their latest symbol, or for a term that is a number; False if neither can be."""
-        difference = sympy.expand(sympy.sympify(self.resolve(a)) - sympy.sympify(self.resolve(b)))
-        solutions = []
-        for s in sorted(difference.free_symbols, key=lambda s: (self._rank.get(s, len(self._rank)), s.name))[::-1]:
-            factor = difference.coeff(s)
-            rest = sympy.expand(difference - factor * s)
-            value = sympy.expand(-rest / factor) if factor in (1, -1) else None
-            if value is not None and s not in rest.free_symbols and self._is_whole(value) and not value.is_negative:
-                solutions.append((s, value))
-        if not solutions:
-            return self._equate_term(difference)
-        # A sum is better than a difference, which might be negative.
-        s, value = next((found for found in solutions if found[1].is_nonnegative), solutions[0])
-        self.known = {k.xreplace({s: value}): v.xreplace({s: value}) for k, v in self.known.items()} | {s: value}
-        return True
-
-    def _is_whole(self, value: sympy.Expr) -> bool:
-        """Whether ``value`` is an integer, given the quotients that are known to be."""
-        for quotient in self.known.values():
-            leading = next(iter(sorted(quotient.free_symbols, key=str)), None)
-            if leading is not None and not quotient.is_integer:
-                value = sympy.expand(value - value.coeff(leading) / quotient.coeff(leading) * quotient)
-        return bool(value.is_integer)
-
-    def _equate_term(self, difference: sympy.Expr) -> bool:
-        """Assumes that ``difference`` is 0: a term less a number, a rounded quotient less itself, a largest or smallest less one of its arguments.
-
-        A product of sizes is 1 only if each of them is.
-        """
-        for extreme in difference.atoms(sympy.Max, sympy.Min):
-            factor = difference.coeff(extreme)
-            for argument in extreme.args:
-                if sympy.expand(difference - factor * (extreme - argument)) == 0:
-                    self.known[extreme] = argument
-                    return True
-        for rounded in difference.atoms(sympy.floor, sympy.ceiling):
-            exact = rounded.args[0]
-            if sympy.expand(difference - difference.coeff(rounded) * (rounded - exact)) == 0:
-                self.known[rounded] = exact
-                return True
-        number, term = difference.as_coeff_Add()
-        factor, term = term.as_coeff_Mul()
-        value = -number / factor
-        if value == 1 and isinstance(term, sympy.Mul | sympy.Pow):
-            return all(self.equate(base, 1) for base in term.as_powers_dict())
-        if not isinstance(term, _WHOLE_TERMS) or not (term.is_integer and value.is_integer):
-            return False
-        self.known[term] = value
-        return True
 
 
 class Call:
@@ -327,7 +252,14 @@ class Call:
             value = self.value(index)
             if value is not None:
                 known[tensor.name] = value
-        info = _infer(graph, known)
+        info = _infer(graph, known, self.state.decided)
+        # What the body makes sizes of may follow, outside, from sizes that others are made of too.
+        inside = {source.tensor for source in info.data.values()}
+        wanted = {
+            t.name: v for i, t in enumerate(graph.inputs) if t.name in inside and (v := self.sizes(i)) is not None
+        }
+        if wanted:
+            info = _infer(graph, known | wanted, self.state.decided)
         self.state.info.constraints.extend(info.constraints)
         self.state.info.data.update(info.data)
         return [(t.dtype, info.shapes[t.name]) for t in graph.outputs]
@@ -391,11 +323,19 @@ class _State:
     info: SymbolicInfo
     equal: Equalities
     taken: frozenset[str] = frozenset()  # names of the inputs' sizes
+    given: frozenset[str] = frozenset()  # names of sizes that data decides outside
+
+    @property
+    def decided(self) -> frozenset[str]:
+        """The names of all sizes that data decides."""
+        return self.given.union(self.info.data)
 
     def of_data(self, dim: Dim) -> bool:
         """Whether data decides ``dim``."""
         data = self.info.data
-        return bool(data) and not isinstance(dim, int) and any(s.name in data for s in dim.free_symbols)
+        if isinstance(dim, int) or not (data or self.given):
+            return False
+        return any(s.name in data or s.name in self.given for s in dim.free_symbols)
 
     def data_size(self, source: DataSize, base: str) -> Dim:
         """The symbol of ``source``, named after ``base``. A run in which it is negative is refused."""
@@ -432,20 +372,23 @@ class _State:
         return True
 
 
-def infer(graph: gs.Graph, known: Mapping[str, Values] | None = None) -> SymbolicInfo:
+def infer(
+    graph: gs.Graph, known: Mapping[str, Values] | None = None, decided: frozenset[str] = frozenset()
+) -> SymbolicInfo:
     """Annotates every variable of ``graph`` with dtype and shape (ints and strings) and returns what it found.
 
     Two different sizes that an operator needs to be equal are assumed so: the later symbol (in order of the graph's
     inputs) is replaced by the earlier one everywhere, the inputs included, and ``constraints`` records it, as it does
-    bounds that sizes must keep. ``known``: the values of some inputs, which a nested graph has from outside.
+    bounds that sizes must keep. ``known``: the values of some inputs, which a nested graph has from outside, and ``decided`` the
+    names of the sizes in them that data decides.
 
     Raises ShapeError, naming the node, if shapes contradict each other or a rank cannot be found.
     """
-    return _infer(graph, dict(known or {}))
+    return _infer(graph, known or {}, decided)
 
 
-def _infer(graph: gs.Graph, known: dict[str, Values]) -> SymbolicInfo:
-    """``infer``, with the values of some inputs given."""
+def _infer(graph: gs.Graph, known: Mapping[str, Values], decided: frozenset[str]) -> SymbolicInfo:
+    """``infer``, with the values of some inputs given, and the names of the sizes in them that data decides."""
     types: dict[str, Type] = {}
     for tensor in graph.inputs:
         if tensor.shape is None:
@@ -453,7 +396,8 @@ def _infer(graph: gs.Graph, known: dict[str, Values]) -> SymbolicInfo:
         types[tensor.name] = (numpy_dtype(tensor.dtype), ir.shape(tensor))
     symbols = [s for t in graph.inputs for d in types[t.name][1] if not isinstance(d, int) for s in _in_order(d)]
     equal = Equalities(symbols)
-    state = _State(SymbolicInfo(values=dict(known), equal=equal), equal, frozenset(s.name for s in symbols))
+    taken = frozenset(s.name for s in symbols)
+    state = _State(SymbolicInfo(values=dict(known), equal=equal), equal, taken, decided)
     opset = graph.opset or 18
     for node in ir.in_order(graph):
         for tensor in node.inputs:
@@ -515,6 +459,8 @@ def _finish(graph: gs.Graph, types: dict[str, Type], state: _State) -> None:
 def infer_nested(call: Call, graph: gs.Graph) -> list[Type]:
     """Infers a subgraph of ``call``'s node, which reads the outer graph's tensors, and returns its outputs' types."""
     for node in ir.in_order(graph):
+        for tensor in node.outputs:
+            call.state.info.values.pop(tensor.name, None)  # of the turn before, in a loop
         for tensor in node.inputs:
             if isinstance(tensor, gs.Constant):
                 call.types.setdefault(tensor.name, (numpy_dtype(tensor.dtype), ir.shape(tensor)))

@@ -86,7 +86,7 @@ def lower(
     assumed.add(SymbolicInfo(constraints=list(constraints)))
     assumed.add(info)
     known_schedules = Schedules.packaged() if schedules is None else schedules
-    context = Context(target, info.values, info.sources, narrow=True, schedules=known_schedules)
+    context = Context(target, info.values, info.sources, True, known_schedules, frozenset(info.data))
     calls, roots, stored = _calls(graph, context)
     return _Planner(graph, roots, stored, info.data).plan(calls, assumed.known_by(graph, info))
 

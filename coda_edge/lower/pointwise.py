@@ -150,7 +150,7 @@ def lower_map(node: gs.Node, context: Context) -> list[KernelCall]:
     names = {inner.name: outer.name for inner, outer in zip(graph.outputs, node.outputs, strict=True)}
     known = {**context.values, **context.sources}
     outside = {i.name: known[o.name] for i, o in zip(graph.inputs, node.inputs, strict=True) if o.name in known}
-    context = replace(context, values=infer(graph, outside).values)
+    context = replace(context, values=infer(graph, outside, context.decided).values)
     nodes = ir.in_order(graph)
     results = {t.name for t in graph.outputs}
     ends = [n for n in nodes if any(t.name in results for t in n.outputs)]

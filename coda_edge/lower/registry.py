@@ -47,7 +47,8 @@ class View:
 class Context:
     """What lowering knows besides the graph: the target, the values that sizes determine, and the tensors that sizes are read from.
 
-    ``narrow``: constants may be stored in half precision where that is exact. ``schedules``: the measured ones that are known.
+    ``narrow``: constants may be stored in half precision where that is exact. ``schedules``: the measured ones that are known. ``decided``: the
+    names of the sizes that data decides.
     """
 
     target: Target
@@ -55,6 +56,7 @@ class Context:
     sources: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     narrow: bool = False
     schedules: Schedules = field(default_factory=Schedules)
+    decided: frozenset[str] = frozenset()
 
     @property
     def lanes(self) -> int:

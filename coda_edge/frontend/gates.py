@@ -1,0 +1,142 @@
+"""Branches of which one is computed though data decides which: the other works on nothing.
+
+Rule: of an If whose condition data decides, what the branches read from outside is cut along one dynamic size, usually the batch: the branch taken
+gets all of it, the other none, so that each of its tensors is empty and no kernel has work. A result is the elements of both branches' one behind the
+other, in the shape of the branch taken. So the branches may give results of other shapes, gather by computed indices and draw numbers:
+
+    n = size · Cast(condition)          m = size · Cast(¬condition)
+    y = Reshape(Concat(then(x[:n]), else(x[:m])), Cast(condition) · shape of then + Cast(¬condition) · shape of else)
+
+Conditions: the size stands alone as a dimension of what is read, and is a factor of some dimension of each result, in both branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+import sympy
+
+from .. import ir
+from ..symbolic import Dim, same, simplify
+from .shapes import SymbolicInfo
+from .sizes import SizeEmitter
+
+Dims = Callable[[ir.Tensor], Sequence[Dim]]
+
+
+def branches(node: gs.Node) -> tuple[gs.Graph, gs.Graph]:
+    """What an If does if its condition holds, and if not."""
+    return node.attrs["then_branch"], node.attrs["else_branch"]
+
+
+def gating_size(node: gs.Node, dims: Dims) -> sympy.Symbol | None:
+    """The size by which the branches of ``node`` can be given nothing, if there is one; ``dims``: of any tensor."""
+    results = [dims(t) for branch in branches(node) for t in branch.outputs]
+    read = [dims(t) for t in _captured(node)]
+    alone = [d for axis in range(8) for some in read for d in some[axis : axis + 1] if isinstance(d, sympy.Symbol)]
+    for size in dict.fromkeys(alone):
+        whole = all(isinstance(d, int) or d == size or size not in d.free_symbols for some in read for d in some)
+        if whole and all(any(_vanishes(d, size) for d in some) for some in results):
+            return size
+    return None
+
+
+def _vanishes(dim: Dim, size: sympy.Symbol) -> bool:
+    return not isinstance(dim, int) and simplify(dim.xreplace({size: sympy.Integer(0)})) == 0
+
+
+def _captured(node: gs.Node) -> list[gs.Variable]:
+    """The variables around ``node`` that its branches read, each once."""
+    own = {id(t) for t in node.inputs}
+    read = {id(t): t for t in ir.reads(node) if isinstance(t, gs.Variable) and t.name and id(t) not in own}
+    return list(read.values())
+
+
+def gate(
+    emitter: SizeEmitter, info: SymbolicInfo, node: gs.Node, inlined: Callable[[gs.Graph], list[ir.Tensor]]
+) -> list[ir.Tensor]:
+    """What ``node`` gives; ``inlined`` moves a branch to the outer graph. There must be a ``gating_size``."""
+
+    def dims(tensor: ir.Tensor) -> Sequence[Dim]:
+        return ir.shape(tensor) if isinstance(tensor, gs.Constant) else info.shapes[tensor.name]
+
+    size = gating_size(node, dims)
+    assert size is not None
+    shapes = [[tuple(dims(t)) for t in branch.outputs] for branch in branches(node)]
+    flags = _flags(emitter.editor, node.inputs[0])
+    captured = _captured(node)
+    sides = []
+    for branch, flag in zip(branches(node), flags, strict=True):
+        _redirect(branch, {id(t): _cut(emitter, t, dims(t), size, flag) for t in captured if size in dims(t)})
+        sides.append(inlined(branch))
+    return [
+        _merged(emitter, parts, both, flags)
+        for parts, both in zip(zip(*sides, strict=True), zip(*shapes, strict=True), strict=True)
+    ]
+
+
+def _flags(editor: ir.GraphEditor, test: ir.Tensor) -> tuple[gs.Variable, gs.Variable]:
+    """1 or 0, int64 ``[1]``: whether the condition holds, and whether not."""
+    one = editor.constant(f"{test.name}.shape", np.asarray([1], np.int64))
+    flat = _made(editor, "Reshape", [test, one])
+    whole = int(onnx.TensorProto.INT64)
+    return _made(editor, "Cast", [flat], to=whole), _made(editor, "Cast", [_made(editor, "Not", [flat])], to=whole)
+
+
+def _cut(
+    emitter: SizeEmitter, tensor: gs.Variable, dims: Sequence[Dim], size: sympy.Symbol, flag: gs.Variable
+) -> gs.Variable:
+    """All of ``tensor`` or, where ``flag`` is 0, nothing along the axes of ``size``."""
+    editor = emitter.editor
+    count = _made(editor, "Mul", [emitter.vector([size]), flag])
+    zero, one = (editor.constant("bound", np.asarray(i, np.int64)) for i in (0, 1))
+    scalar = _made(editor, "Squeeze", [count, editor.constant("axis", np.asarray([0], np.int64))])
+    places = _made(editor, "Range", [zero, scalar, one])
+    for axis, dim in enumerate(dims):
+        if dim == size:
+            tensor = _made(editor, "Gather", [tensor, places], axis=axis)
+    return tensor
+
+
+def _redirect(graph: gs.Graph, instead: dict[int, gs.Variable]) -> None:
+    """Makes ``graph`` and the graphs within read other tensors."""
+    for node in graph.nodes:
+        for i, tensor in enumerate(node.inputs):
+            if id(tensor) in instead:
+                node.inputs[i] = instead[id(tensor)]
+        for inner in node.attrs.values():
+            if isinstance(inner, gs.Graph):
+                _redirect(inner, instead)
+    for i, tensor in enumerate(graph.outputs):
+        graph.outputs[i] = instead.get(id(tensor), tensor)
+
+
+def _merged(
+    emitter: SizeEmitter,
+    parts: Sequence[ir.Tensor],
+    shapes: Sequence[tuple[Dim, ...]],
+    flags: Sequence[gs.Variable],
+) -> gs.Variable:
+    """One result: the elements of both parts, in the shape of the one whose flag is 1."""
+    editor = emitter.editor
+    flat = [_made(editor, "Reshape", [p, editor.constant("flat", np.asarray([-1], np.int64))]) for p in parts]
+    target = []
+    for first, other in zip(*shapes, strict=True):
+        if same(first, other):
+            target.append(emitter.vector([first]))
+        else:
+            either = [
+                _made(editor, "Mul", [emitter.vector([d]), f]) for d, f in zip((first, other), flags, strict=True)
+            ]
+            target.append(_made(editor, "Add", either))
+    shape = _made(editor, "Concat", target, axis=0)
+    return _made(editor, "Reshape", [_made(editor, "Concat", flat, axis=0), shape], allowzero=1)
+
+
+def _made(editor: ir.GraphEditor, op: str, inputs: Sequence[ir.Tensor], **attrs: int) -> gs.Variable:
+    out = gs.Variable(editor.names.fresh(f"{inputs[0].name}.{op}"))
+    editor.node(op, inputs, [out], out.name, domain=None, **attrs)
+    return out

@@ -1,0 +1,111 @@
+"""Branches that data chooses between and that differ: merged decoders, with and without a cache, compute only the one taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from graphs import run, to_model, worst_error
+from onnx import numpy_helper, parser
+
+import coda_edge
+from coda_edge.bundle import to_bytes
+from coda_edge.frontend import load, normalize
+
+Array = npt.NDArray[Any]
+HEADS, DEPTH, WORDS = 2, 8, 20
+WIDTH = HEADS * DEPTH
+
+
+def _layer(cached: bool) -> str:
+    """A decoder of one layer on tokens and the rows of a cache; without one, the rows are the tokens' own."""
+    joined = (
+        "k = Concat <axis = 2> (pk, kn) v = Concat <axis = 2> (pv, vn)"
+        if cached
+        else "k = Identity (kn) v = Identity (vn)"
+    )
+    return f"""() => (float[B, S, {WORDS}] out, float[B, {HEADS}, T, {DEPTH}] k, float[B, {HEADS}, T, {DEPTH}] v) {{
+        x = Gather (table, ids)
+        q0 = MatMul (x, wq) k0 = MatMul (x, wk) v0 = MatMul (x, wv)
+        q1 = Reshape (q0, split) k1 = Reshape (k0, split) v1 = Reshape (v0, split)
+        q = Transpose <perm = [0, 2, 1, 3]> (q1) kn = Transpose <perm = [0, 2, 1, 3]> (k1) vn = Transpose <perm = [0, 2, 1, 3]> (v1)
+        {joined}
+        kt = Transpose <perm = [0, 1, 3, 2]> (k) s = MatMul (q, kt) p = Softmax <axis = -1> (s)
+        a = MatMul (p, v) at = Transpose <perm = [0, 2, 1, 3]> (a) am = Reshape (at, merge)
+        o = MatMul (am, wo) h = Add (o, x) out = MatMul (h, head)
+    }}"""
+
+
+def _merged() -> onnx.ModelProto:
+    """As exporters write it: one If of a bool input around all."""
+    model = parser.parse_model(f"""<ir_version: 9, opset_import: ["": 18]> g
+        (int64[B, S] ids, float[B, {HEADS}, P, {DEPTH}] pk, float[B, {HEADS}, P, {DEPTH}] pv, bool[1] use_cache_branch)
+        => (float[B, S, {WORDS}] logits, float[B, {HEADS}, Q, {DEPTH}] present_k, float[B, {HEADS}, Q, {DEPTH}] present_v)
+        <int64[4] split = {{0, 0, {HEADS}, {DEPTH}}}, int64[3] merge = {{0, 0, {WIDTH}}}> {{
+            logits, present_k, present_v = If (use_cache_branch) <then_branch = t {_layer(True)}, else_branch = e {_layer(False)}>
+        }}""")
+    rng = np.random.default_rng(0)
+    shapes = {
+        "table": (WORDS, WIDTH),
+        "wq": (WIDTH, WIDTH),
+        "wk": (WIDTH, WIDTH),
+        "wv": (WIDTH, WIDTH),
+        "wo": (WIDTH, WIDTH),
+    }
+    for name, dims in {**shapes, "head": (WIDTH, WORDS)}.items():
+        value = (rng.standard_normal(dims) / 4).astype(np.float32)
+        model.graph.initializer.append(numpy_helper.from_array(value, name))
+    return model
+
+
+def _feeds(batch: int, tokens: int, past: int, cached: bool) -> dict[str, Array]:
+    rng = np.random.default_rng(batch + past)
+    rows = [rng.standard_normal((batch, HEADS, past, DEPTH)).astype(np.float32) for _ in "kv"]
+    ids = rng.integers(0, WORDS, (batch, tokens))
+    return {"ids": ids, "pk": rows[0], "pv": rows[1], "use_cache_branch": np.asarray([cached])}
+
+
+CASES = ((1, 1, 5, True), (3, 7, 0, False), (2, 4, 9, False), (3, 2, 7, True), (1, 3, 0, True))
+
+
+def test_a_merged_decoder_in_normal_form() -> None:
+    model = _merged()
+    graph = normalize(load(model))
+    assert not {n.op for n in graph.nodes} & {"If", "Where"}
+    for case in CASES:
+        feeds = _feeds(*case)
+        assert worst_error(run(model, feeds), run(to_model(graph), feeds)) <= 1e-6, case
+
+
+def test_a_merged_decoder_built() -> None:
+    """It is verified, too: sizes that data decides are those of onnxruntime."""
+    model = _merged()
+    made = coda_edge.optimize(model)
+    for threads in (1, 2):
+        with coda_edge.Session(to_bytes(made.bundle), threads=threads) as session:
+            for case in CASES:
+                feeds = _feeds(*case)
+                for ours, theirs in zip(session.run(None, feeds), run(model, feeds), strict=True):
+                    assert ours.shape == theirs.shape
+                    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6)
+
+
+DRAWS = """(float[N, 6] x, bool c) => (float[N, 6] y) {
+    y = If (c) <
+        then_branch = t () => (float[N, 6] a) { n = Shape (x) r = RandomUniformLike <low = 0.0, high = 1e-9> (x) a = Add (x, r) },
+        else_branch = e () => (float[N, 6] b) { b = Gather (x, j) }
+    >
+}"""
+
+
+def test_a_branch_may_fail_or_draw_numbers() -> None:
+    """The index of the branch not taken would be out of range of anything but what is empty."""
+    text = DRAWS.replace("bool c)", "bool c, int64[N] j)")
+    model = parser.parse_model(f'<ir_version: 9, opset_import: ["": 18]> g {text}')
+    graph = normalize(load(model))
+    x = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
+    for taken, index in ((True, 99), (False, 3)):
+        feeds = {"x": x, "c": np.asarray(taken), "j": np.full(5, index)}
+        assert worst_error(run(model, feeds), run(to_model(graph), feeds)) <= 1e-6
