@@ -1,5 +1,6 @@
 /* Checks of the pool. */
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -113,7 +114,7 @@ static void hold(int signal) {
   (void)signal;
   held++;
   while (!released)
-    ;
+    sched_yield();
   held--;
 }
 
@@ -125,7 +126,7 @@ static int32_t meet(void *context, int64_t begin, int64_t end, int thread) {
   present += !here[thread];
   here[thread] = true;
   while (present < THREADS)
-    ;
+    sched_yield();
   return 0;
 }
 
@@ -143,12 +144,12 @@ static void check_held(int64_t spin_us) {
   const int64_t pause = coda_now_ns() + 20000000;
   gather(pool);
   while (spin_us == 0 && coda_now_ns() < pause)
-    ;
+    sched_yield();
   released = false;
   for (int i = 1; i < THREADS; i++)
     CHECK(pthread_kill(threads[i], SIGUSR1) == 0);
   while (held < THREADS - 1)
-    ;
+    sched_yield();
   for (int64_t items = 1; items <= 200; items++) {
     loop(pool, &r, items, 1, MUCH);
     CHECK(r.by_workers == 0);
