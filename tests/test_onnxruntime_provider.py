@@ -192,13 +192,27 @@ def test_unusable_bundles_say_why(tiny: Compiled, devices: list[ort.OrtEpDevice]
     data = tiny.bundle.read_bytes()
     older = bytearray(data)
     older[8] -= 1
-    broken = {"missing": None, "short": data[:-100], "altered": data[:-100] + bytes(100), "older": bytes(older)}
+    altered = bytearray(data)
+    altered[4000] ^= 1
+    broken = {"missing": None, "short": data[:-100], "altered": bytes(altered), "older": bytes(older)}
     for name, contents in broken.items():
         path = tmp_path / f"{name}.coda"
         if contents is not None:
             path.write_bytes(contents)
         with pytest.raises(Exception, match=rf"{name}.coda.*Compile the model again"):
             session(tiny.model, devices, {"bundle": str(path)})
+
+
+def test_altered_weights_are_an_error_of_the_first_run(
+    tiny: Compiled, devices: list[ort.OrtEpDevice], tmp_path: Path
+) -> None:
+    data = bytearray(tiny.bundle.read_bytes())
+    data[-5] ^= 1
+    (tmp_path / "m.coda").write_bytes(bytes(data))
+    made = session(tiny.model, devices, {"bundle": str(tmp_path / "m.coda")})
+    for _ in range(2):
+        with pytest.raises(Exception, match=r"checksum|altered"):
+            made.run(None, dict(tiny.feeds(1, 5)))
 
 
 def test_wrong_inputs_are_errors_of_the_run(tiny: Compiled, devices: list[ort.OrtEpDevice]) -> None:
