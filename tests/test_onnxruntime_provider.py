@@ -14,10 +14,11 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from coda_edge import optimize
-from coda_edge.fingerprint import fingerprints
+from coda_edge import __version__, optimize
+from coda_edge.fingerprint import fingerprints, model_digest
 from coda_edge.inputs import default_sizes, generate_inputs, input_specs
 from coda_edge.onnxruntime import add_provider, library_path
+from coda_edge.onnxruntime.compile import compile_model
 
 pytestmark = pytest.mark.skipif(
     not hasattr(ort, "register_execution_provider_library"), reason="this onnxruntime has no plugin providers"
@@ -397,6 +398,36 @@ def test_bundles_are_compiled_just_in_time(devices: list[ort.OrtEpDevice], tmp_p
     ):
         assert nodes_of(other, NAME) == []
         assert_same(other, expected, feeds)
+
+
+def test_parts_of_what_cannot_be_compiled(devices: list[ort.OrtEpDevice], tmp_path: Path) -> None:
+    """Between operators without a lowering lie parts that have one; of these, each bundle computes one."""
+    nodes = [
+        helper.make_node("Transpose", ["w1t"], ["w1"], perm=[1, 0]),
+        helper.make_node("MatMul", ["x", "w1"], ["a"]),
+        helper.make_node("Tanh", ["a"], ["b"]),
+        helper.make_node("MurmurHash3", ["ids"], ["h"], domain="com.microsoft", positive=0),
+        helper.make_node("Cast", ["h"], ["f"], to=1),
+        helper.make_node("Sigmoid", ["f"], ["s"]),
+        helper.make_node("Add", ["b", "s"], ["c"]),
+        helper.make_node("MatMul", ["c", "w2"], ["y"]),
+        helper.make_node("Det", ["square"], ["d"]),
+    ]
+    inputs = [("x", 1, ["n", 8]), ("ids", 6, ["n", 1]), ("square", 1, ["n", 3, 3])]
+    constants = {"w1t": weights(24, 8), "w2": weights(24, 4, seed=1)}
+    model = graph(nodes, inputs, [("y", 1, ["n", 4]), ("d", 1, ["n"])], constants)
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    path, cache = tmp_path / "m.onnx", tmp_path / "cache"
+    onnx.save(model, path)
+    cache.mkdir()
+    bundle = cache / f"{model_digest(path)}-native-{__version__}.coda"
+    files = compile_model(path, bundle, "native")
+    assert len(files) == 2 and compile_model(path, bundle, "native") == files
+    feeds = {"x": weights(7, 8), "ids": np.arange(7, dtype=np.int32)[:, None], "square": weights(7, 3, 3)}
+    for options in ({"cache": str(cache), "python": "/nowhere"}, {"bundle": ";".join(map(str, files))}):
+        made = session(path, devices, options)
+        assert sorted(nodes_of(made, "CPUExecutionProvider")) == ["Det", "MurmurHash3"]
+        assert_same(made, plain(path), feeds)
 
 
 def test_added_in_python(tiny: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,52 @@
 """``python -m coda_edge.onnxruntime.compile MODEL BUNDLE``: what the execution provider runs for a model without a bundle.
 
-Ends with 0 and the bundle in its place, or with 1 and one line that says why not.
+Ends with 0 and the bundle in its place; or, where only parts of the model can be compiled, with bundles of these beside it, and their
+names in ``BUNDLE.parts``; or with 1 and one line that says why there is none.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from ..driver import optimize
-from ..errors import CodaError
+import onnx
+
+from ..driver import Model, optimize
+from ..errors import CodaError, UnsupportedOperator
+from ..files import atomic
+from .parts import compile_parts
+
+
+def compile_model(model: Model, bundle: Path, target: str) -> list[Path]:
+    """Compiles ``model`` into ``bundle``, or its parts into files beside it; returns which. What is there already stays.
+
+    Raises what ``optimize`` raises, also if no part is worth a bundle.
+    """
+    listed = bundle.with_name(f"{bundle.name}.parts")
+    if bundle.exists():
+        return [bundle]
+    if listed.exists():
+        return [bundle.with_name(name) for name in listed.read_text(encoding="utf-8").split()]
+    try:
+        optimize(model, target).save(bundle)
+    except UnsupportedOperator as error:
+        parts = compile_parts(_load(model), target)
+        if not parts:
+            raise error
+        files = [bundle.with_name(f"{bundle.stem}-{i}{bundle.suffix}") for i in range(len(parts))]
+        for part, file in zip(parts, files, strict=True):
+            part.save(file)
+        with atomic(listed) as path:
+            path.write_text("".join(f"{file.name}\n" for file in files), encoding="utf-8")
+        return files
+    return [bundle]
+
+
+def _load(model: Model) -> onnx.ModelProto:
+    if isinstance(model, onnx.ModelProto):
+        return model
+    return onnx.load_from_string(model) if isinstance(model, bytes) else onnx.load(model)
 
 
 def main() -> int:
@@ -19,8 +56,11 @@ def main() -> int:
     parser.add_argument("bundle")
     parser.add_argument("--target", default="native")
     given = parser.parse_args()
+    bundle = Path(given.bundle)
+    for stale in (bundle, bundle.with_name(f"{bundle.name}.parts")):
+        stale.unlink(missing_ok=True)
     try:
-        optimize(given.model, given.target).save(given.bundle)
+        compile_model(given.model, bundle, given.target)
     except CodaError as error:
         print(error, file=sys.stderr)
         return 1

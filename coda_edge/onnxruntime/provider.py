@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import onnx
 
 from .. import __version__
-from ..driver import Model, optimize
+from ..driver import Model
 from ..errors import TargetError
 from ..fingerprint import model_digest
+from .compile import compile_model
 from .library import library_path
 
 if TYPE_CHECKING:
@@ -44,24 +45,21 @@ def add_provider(
         onnxruntime.register_execution_provider_library(PROVIDER, library_path())
         devices = [d for d in onnxruntime.get_ep_devices() if d.ep_name == PROVIDER]
     settings = {"target": target}
-    if bundle is None and model is not None:
-        bundle = cached_bundle(model, target)
-    if bundle is not None:
-        settings["bundle"] = os.fspath(bundle)
+    bundles = [Path(bundle)] if bundle is not None else [] if model is None else cached_bundles(model, target)
+    if bundles:
+        settings["bundle"] = ";".join(map(str, bundles))
     options.add_provider_for_devices(devices[:1], settings)
 
 
-def cached_bundle(model: Model, target: str = "native") -> Path:
-    """A bundle of ``model`` from the cache that the provider uses as well, compiled into it if it is not there.
+def cached_bundles(model: Model, target: str = "native") -> list[Path]:
+    """The bundle of ``model``, or those of its parts, from the cache that the provider uses as well; compiled into it if not there.
 
     Raises what ``optimize`` raises.
     """
     source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
     path = cache_folder() / f"{model_digest(source)}-{target}-{__version__}.coda"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        optimize(model, target).save(path)
-    return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return compile_model(model, path, target)
 
 
 def cache_folder() -> Path:

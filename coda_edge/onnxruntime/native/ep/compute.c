@@ -202,8 +202,7 @@ static OrtStatus *check_inputs(const node *n) {
       given |= n->inputs[k] == (int)i;
     if (!given)
       return status_new(n->api->ort, ORT_EP_FAIL,
-                        "the bundle reads '%s', which onnxruntime found unused and removed: set the session's "
-                        "graph optimization level to ORT_DISABLE_ALL, or remove the input from the model",
+                        "the bundle reads '%s', which the model's node does not have: compile it from this model again",
                         coda_model_input(n->model, i)->name);
   }
   return NULL;

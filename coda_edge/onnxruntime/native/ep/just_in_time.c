@@ -110,46 +110,65 @@ static bool run_compiler(const provider *p, const char *python, const char *mode
   return false;
 }
 
-static bundle *compile(provider *p, const char *model, const char *path) {
+/* Opens a bundle, or those that the list beside it names; false if there are none, or one cannot be used. */
+static bool open_compiled(provider *p, const char *path) {
+  char name[LINE_BYTES], *list = text_new("%s.parts", path);
+  const char *slash = strrchr(path, '/');
+  FILE *file = list && access(path, R_OK) != 0 ? fopen(list, "re") : NULL;
+  bundle *opened;
+  OrtStatus *status = NULL;
+  bool any = false;
+  if (!file && list)
+    status = bundle_open(p, path, &opened);
+  any = !file && list && !status;
+  while (file && !status && fgets(name, sizeof name, file)) {
+    name[strcspn(name, "\n")] = 0;
+    char *part = text_new("%.*s%s", slash ? (int)(slash - path) + 1 : 0, path, name);
+    status = part ? bundle_open(p, part, &opened) : status_new(p->api.ort, ORT_FAIL, "no memory for a path");
+    any = !status;
+    free(part);
+  }
+  if (file)
+    fclose(file);
+  free(list);
+  if (!status)
+    return any;
+  tell(p, ORT_LOG_INFO, "not in the cache: %s", p->api.ort->GetErrorMessage(status));
+  p->api.ort->ReleaseStatus(status);
+  bundles_free(p->bundles);
+  p->bundles = NULL;
+  return false;
+}
+
+static void compile(provider *p, const char *model, const char *path) {
   char *python = p->settings.python ? strdup(p->settings.python) : running_python();
   char *log = text_new("%s.log", path);
-  bundle *result = NULL;
   if (!python) {
     tell(p, ORT_LOG_WARNING,
          "nothing is computed here: no bundle was named, and there is no Python to compile one. Name it in the option "
          "'bundle', or a Python that has coda_edge in the option 'python'");
   } else if (log) {
     tell(p, ORT_LOG_WARNING, "compiling '%s' into '%s'; this is done once and may take minutes", model, path);
-    OrtStatus *status = run_compiler(p, python, model, path, log) ? bundle_open(p, path, &result) : NULL;
-    if (status) {
-      tell(p, ORT_LOG_WARNING, "the compiled bundle cannot be used: %s", p->api.ort->GetErrorMessage(status));
-      p->api.ort->ReleaseStatus(status);
-    }
+    if (run_compiler(p, python, model, path, log) && !open_compiled(p, path))
+      tell(p, ORT_LOG_WARNING, "the compiled bundle '%s' cannot be used", path);
   }
   free(python);
   free(log);
-  return result;
 }
 
-bundle *just_in_time(provider *p, const char *path) {
+void just_in_time(provider *p, const char *path) {
   char digest[HEX_BYTES];
   if (!file_digest(path, digest)) {
     tell(p, ORT_LOG_WARNING, "nothing is computed here: the model's file '%s' cannot be read", path);
-    return NULL;
+    return;
   }
   char *folder = cache_folder(p);
   char *cached = folder ? text_new("%s/%s-%s-%s.coda", folder, digest,
                                    p->settings.target ? p->settings.target : "native", CODA_VERSION_TEXT)
                         : NULL;
-  bundle *result = NULL;
-  if (cached && access(cached, R_OK) == 0) {
-    OrtStatus *status = bundle_open(p, cached, &result);
-    if (status) /* of another CPU, or damaged: it is compiled anew */
-      p->api.ort->ReleaseStatus(status);
-  }
-  if (cached && !result)
-    result = compile(p, path, cached);
+  /* One for another CPU, or a damaged one, is compiled anew. */
+  if (cached && !open_compiled(p, cached))
+    compile(p, path, cached);
   free(folder);
   free(cached);
-  return result;
 }

@@ -71,12 +71,13 @@ static OrtStatus *claim_just_in_time(provider *p, const OrtGraph *graph, OrtEpGr
          "Load it from a file, or name a bundle in the option 'bundle'");
     return NULL;
   }
-  const bundle *b = p->bundles ? p->bundles : just_in_time(p, path);
-  if (!b)
-    return NULL;
-  TRY(claim_region(p, graph, support, b, reason));
-  if (*reason)
-    tell(p, ORT_LOG_WARNING, "nothing is computed here: %s: %s", b->path, reason);
+  if (!p->bundles)
+    just_in_time(p, path);
+  for (const bundle *b = p->bundles; b; b = b->next) {
+    TRY(claim_region(p, graph, support, b, reason));
+    if (*reason)
+      tell(p, ORT_LOG_WARNING, "left to onnxruntime: %s: %s", b->path, reason);
+  }
   return NULL;
 }
 

@@ -146,7 +146,8 @@ OrtStatus *context_write(const provider *p, const OrtGraph *graph, const OrtNode
 
 /* --- just_in_time.c --- */
 
-/* A bundle of the model at `path`, from the cache or compiled now; NULL, and the reason is logged, if there is none. */
-bundle *just_in_time(provider *p, const char *path);
+/* Opens the bundles of the model at `path`, or of its parts, from the cache or compiled now. If there are none, the log
+ * has the reason. */
+void just_in_time(provider *p, const char *path);
 
 #endif

@@ -15,6 +15,7 @@ typedef struct {
   size_t count, ids;
   size_t *place; /* by id, the number of a node in `nodes` */
   bool *taken; /* by that number */
+  bool *met; /* by number, the bundle's inputs that are read */
   size_t *pending; /* taken, but not visited yet */
   size_t pending_count;
   region *found;
@@ -50,8 +51,9 @@ static OrtStatus *prepare(search *s, const OrtGraph *graph) {
   s->place = malloc((s->ids + 1) * sizeof *s->place);
   s->taken = calloc(s->count + 1, sizeof *s->taken);
   s->pending = malloc((s->count + 1) * sizeof *s->pending);
+  s->met = calloc(coda_model_input_count(s->bundle->model) + 1, sizeof *s->met);
   s->found->nodes = malloc((s->count + 1) * sizeof(const OrtNode *));
-  if (!s->place || !s->taken || !s->pending || !s->found->nodes)
+  if (!s->place || !s->taken || !s->pending || !s->met || !s->found->nodes)
     return no_memory(s);
   for (size_t id = 0; id < s->ids; id++)
     s->place[id] = s->count;
@@ -171,10 +173,14 @@ static OrtStatus *follow(search *s, const OrtValueInfo *value) {
   if (!*name)
     return NULL;
   const int input = bundle_input(s->bundle, name);
-  if (input >= 0)
-    return compare(s, value, coda_model_input(s->bundle->model, (size_t)input));
   bool constant;
   TRY(s->api->ort->ValueInfo_IsConstantInitializer(value, &constant));
+  if (input >= 0 && constant)
+    refuse(s, "'%s' is an input of the bundle, and a constant of the model", name);
+  if (input >= 0) {
+    s->met[input] = true;
+    return compare(s, value, coda_model_input(s->bundle->model, (size_t)input));
+  }
   if (constant)
     return keep_constant(s, value);
   const OrtNode *producer = NULL;
@@ -251,6 +257,13 @@ static OrtStatus *run_search(search *s, const OrtGraph *graph) {
     if (!status)
       status = follow_all(s, node_implicit_inputs, node);
   }
+  for (size_t i = 0; i < coda_model_input_count(s->bundle->model) && !status; i++)
+    if (!s->met[i] && s->found->count)
+      refuse(
+          s,
+          "the bundle reads '%s', which nothing in onnxruntime's graph does: remove that input from the model, or set "
+          "the graph optimization level to ORT_DISABLE_ALL",
+          coda_model_input(s->bundle->model, i)->name);
   for (size_t i = 0; i < s->found->count && !status; i++)
     status = check_outputs(s, s->found->nodes[i]);
   s->found->whole = s->found->count == s->count;
@@ -267,6 +280,7 @@ OrtStatus *region_find(const host *api, const OrtGraph *graph, const bundle *b, 
   free(s.place);
   free(s.taken);
   free(s.pending);
+  free(s.met);
   if (status || *reason)
     region_free(result);
   return status;
