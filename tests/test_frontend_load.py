@@ -153,3 +153,21 @@ def test_an_output_that_is_listed_twice() -> None:
 def test_a_size_beyond_what_can_be_counted(size: int) -> None:
     with pytest.raises(ShapeError, match=f"cannot have a dimension fixed to {size}"):
         normalize(load(_model(LINEAR)), {"x": (size, 4)})
+
+
+def test_nodes_in_any_order_are_sorted() -> None:
+    """onnxruntime runs such a model, and converters to half precision write it."""
+    model = _model("g (float[N, 4] x) => (float[N, 4] y) { z = Exp(x) w = Neg(z) y = Add(w, z) }")
+    nodes = list(model.graph.node)[::-1]
+    model.graph.ClearField("node")
+    model.graph.node.extend(nodes)
+    assert [n.op_type for n in load(model).graph.node] == ["Exp", "Neg", "Add"]
+    feeds = {"x": np.ones((2, 4), np.float32)}
+    assert worst_error(run(model, feeds), run(to_model(normalize(load(model))), feeds)) <= 1e-6
+
+
+def test_nodes_that_read_each_other_are_refused() -> None:
+    model = _model("g (float[N, 4] x) => (float[N, 4] y) { z = Exp(x) y = Add(z, x) }")
+    model.graph.node[0].input[0] = "y"
+    with pytest.raises(InvalidModel, match=r"read each other's results \(z, y|y, z\)"):
+        load(model)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from keyword import iskeyword
 from pathlib import Path
 from typing import TypeAlias
@@ -46,6 +47,7 @@ def load(source: Source) -> onnx.ModelProto:
     model.ir_version = max(model.ir_version, 4)
     weights = _take_weights(model.graph)
     _move_norms(model)
+    _sort(model.graph)
     _check(model, name)
     if model.functions:
         model = inliner.inline_local_functions(model)
@@ -112,6 +114,36 @@ def _move_norms(model: onnx.ModelProto) -> None:
         node.domain = "com.microsoft"
     if norms and all(o.domain != "com.microsoft" for o in model.opset_import):
         model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+
+
+def _sort(graph: onnx.GraphProto) -> None:
+    """Puts nodes behind those whose results they read, as onnxruntime does: converters to half precision append their Casts at the end."""
+    makers = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
+    reads = [{makers[name] for name in _read_by(node) if name in makers} for node in graph.node]
+    if all(all(r < i for r in some) for i, some in enumerate(reads)):
+        return
+    try:
+        order = list(TopologicalSorter(dict(enumerate(reads))).static_order())
+    except CycleError as error:
+        names = ", ".join(dict.fromkeys(graph.node[i].name or graph.node[i].output[0] for i in error.args[1]))
+        raise InvalidModel(
+            f"the graph is no order of computation: nodes read each other's results ({names})"
+        ) from error
+    nodes = [graph.node[i] for i in order]
+    sorted_graph = onnx.GraphProto()
+    sorted_graph.node.extend(nodes)
+    del graph.node[:]
+    graph.node.extend(sorted_graph.node)
+
+
+def _read_by(node: onnx.NodeProto) -> Iterator[str]:
+    """The names of what a node reads, those in its nested graphs included."""
+    yield from node.input
+    for attribute in node.attribute:
+        for graph in (attribute.g, *attribute.graphs):
+            yield from (value.name for value in graph.output)
+            for inner in graph.node:
+                yield from _read_by(inner)
 
 
 def _check(model: onnx.ModelProto, name: str) -> None:
