@@ -298,23 +298,7 @@ def _value_view(value: onnx.ValueInfoProto) -> TensorView:
 
 
 def _tensor_view(tensor: TensorInfo, exprs: ExprTable) -> TensorView:
-    return TensorView(tensor.name, tensor.dtype, tuple(_size_text(exprs, d) for d in tensor.dims))
-
-
-def _size_text(exprs: ExprTable, index: int) -> str:
-    """An entry of the size table in words."""
-    from .bundle.plan import ExprOp
-
-    e = exprs.entries[index]
-    if e.op == ExprOp.CONST:
-        return str(e.a)
-    if e.op == ExprOp.SYMBOL:
-        return exprs.symbols[e.a]
-    if e.op == ExprOp.DATA:
-        return exprs.data[e.a]
-    a, b = _size_text(exprs, e.a), _size_text(exprs, e.b)
-    infix = {ExprOp.ADD: "+", ExprOp.MUL: "*", ExprOp.FLOORDIV: "//", ExprOp.MOD: "%"}.get(e.op)
-    return f"({a} {infix} {b})" if infix else f"{e.op.name.lower()}({a}, {b})"
+    return TensorView(tensor.name, tensor.dtype, tuple(exprs.text(d) for d in tensor.dims))
 
 
 def _number(text: str) -> int | str:

@@ -1,58 +1,115 @@
-"""``coda-edge package``: the command line of ``coda_edge.onnxruntime``. ``cli`` adds the option ``--json`` and those of shapes."""
+"""``coda-edge package``: the command line of ``coda_edge.forms`` and ``coda_edge.onnxruntime``. ``cli`` adds ``--json`` and the options of shapes."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from .errors import InvalidModel
 from .files import creatable, existing
 
 if TYPE_CHECKING:
     from .onnxruntime import Packaged
 
+_FORMS = ("ort", "bundle", "shared", "static", "c")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the command line asks for."""
+
+    model: Path
+    form: str
+    output: Path | None
+    target: str
+    name: str | None
+    bare: bool
+    verify: bool
+    shapes: Mapping[str, tuple[int | str, ...]] | None
+
 
 @click.command("package")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option(
-    "--form", type=click.Choice(["ort"]), default="ort", show_default=True, help="For what: ort is onnxruntime."
+    "--form",
+    type=click.Choice(_FORMS),
+    default="ort",
+    show_default=True,
+    help="For what: onnxruntime; the runtime; or a program that has all inside, as a library, an archive or C sources.",
 )
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    help="The files to write, without suffix: OUTPUT.onnx and OUTPUT.so; MODEL.ort by default.",
+    help="Of ort, the files to write without suffix: OUTPUT.onnx and OUTPUT.so (MODEL.ort by default); else the folder (MODEL.FORM).",
 )
 @click.option("--target", default="native", show_default=True, help="What to build for; see coda-edge targets.")
+@click.option("--name", help="What symbols and files of a linked model begin with; MODEL by default.")
+@click.option("--bare", is_flag=True, help="Of shared and static: without an operating system.")
 @click.option("--no-verify", is_flag=True, help="Do not compare with the source model.")
 def command(
     model: Path,
     form: str,
     output: Path | None,
     target: str,
+    name: str | None,
+    bare: bool,
     no_verify: bool,
     shapes: dict[str, tuple[int | str, ...]],
     as_json: bool,
 ) -> None:
-    """Writes MODEL (.onnx) as a model with coda operators, and the library of these operators, for onnxruntime."""
+    """Writes MODEL (.onnx) in the form that a program wants it: see docs/embed.md, and docs/onnxruntime.md for ort."""
+    if existing(model).suffix == ".coda":
+        raise InvalidModel(
+            f"{model} is a bundle, whose kernels are linked already: give the ONNX model that it was made of"
+        )
+    request = _Request(model, form, output, target, name, bare, not no_verify, shapes or None)
+    described, lines = (_for_onnxruntime if form == "ort" else _for_program)(request)
+    click.echo(json.dumps(described | {"form": form}) if as_json else "\n".join(lines))
+
+
+_Shown = tuple[dict[str, object], list[str]]
+"""The result as JSON has it, and as lines of text."""
+
+
+def _for_program(request: _Request) -> _Shown:
+    from .forms import package
+
+    folder = request.output or request.model.with_suffix(f".{request.form}")
+    files = package(
+        request.model, request.form, request.target, request.name, request.shapes, request.bare, request.verify
+    )
+    files.save(folder)
+    sizes = {str(folder / name): len(data) for name, data in files.contents.items()}
+    described: dict[str, object] = {"name": files.name, "files": sizes, "max_rel_error": files.max_rel_error}
+    shown = [f"  {size:>12,}  {file}" for file, size in sizes.items()]
+    return described, [f"{request.model.name} → {folder}", *shown, *_difference(files.max_rel_error)]
+
+
+def _for_onnxruntime(request: _Request) -> _Shown:
     from .onnxruntime import package
 
-    stem = output or existing(model).with_suffix(".ort")
+    stem = request.output or request.model.with_suffix(".ort")
     onnx_file, library = (creatable(stem.with_name(stem.name + suffix)) for suffix in (".onnx", ".so"))
-    packaged = package(existing(model), target=target, shapes=shapes or None, verify=not no_verify)
+    packaged = package(request.model, target=request.target, shapes=request.shapes, verify=request.verify)
     packaged.save(onnx_file, library)
-    if as_json:
-        click.echo(json.dumps(_described(packaged) | {"form": form, "onnx": str(onnx_file), "library": str(library)}))
-        return
-    click.echo(f"{model.name} → {onnx_file}, {library}")
     kinds = len(set(packaged.operators.values()))
-    click.echo(f"{len(packaged.operators)} of {len(packaged.model.graph.node)} nodes run as {kinds} operators of ours")
-    for node, reason in packaged.functions.items():
-        click.echo(f"  {node} stays a function: {reason}")
-    if packaged.max_rel_error is not None:
-        click.echo(f"largest difference, of the output's largest value: {packaged.max_rel_error:.1e}")
+    lines = [
+        f"{request.model.name} → {onnx_file}, {library}",
+        f"{len(packaged.operators)} of {len(packaged.model.graph.node)} nodes run as {kinds} operators of ours",
+        *(f"  {node} stays a function: {reason}" for node, reason in packaged.functions.items()),
+        *_difference(packaged.max_rel_error),
+    ]
+    return _described(packaged) | {"onnx": str(onnx_file), "library": str(library)}, lines
+
+
+def _difference(error: float | None) -> list[str]:
+    return [] if error is None else [f"largest difference, of the output's largest value: {error:.1e}"]
 
 
 def _described(packaged: Packaged) -> dict[str, object]:

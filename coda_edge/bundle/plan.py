@@ -115,6 +115,14 @@ class ExprTable:
                 values.append(_EVALUATE[e.op](values[e.a], values[e.b]))
         return values
 
+    def text(self, index: int) -> str:
+        """Entry ``index`` in words: ``(past + seq)``."""
+        e = self.entries[index]
+        if e.op in _LEAVES:
+            return _LEAVES[e.op](self, e.a)
+        a, b = self.text(e.a), self.text(e.b)
+        return f"({a} {_INFIX[e.op]} {b})" if e.op in _INFIX else f"{e.op.name.lower()}({a}, {b})"
+
     def _entry(self, op: ExprOp, a: int, b: int = 0) -> int:
         e = Expr(op, a, b)
         if e not in self._index:
@@ -157,6 +165,13 @@ class ExprTable:
         return self._fold(op, [self._convert(a) for a in e.args])
 
 
+_LEAVES: dict[ExprOp, Callable[[ExprTable, int], str]] = {
+    ExprOp.CONST: lambda table, a: str(a),
+    ExprOp.SYMBOL: lambda table, a: table.symbols[a],
+    ExprOp.DATA: lambda table, a: table.data[a],
+    ExprOp.RUN: lambda table, a: "run",
+}
+_INFIX = {ExprOp.ADD: "+", ExprOp.MUL: "*", ExprOp.FLOORDIV: "//", ExprOp.MOD: "%"}
 _SYMPY = {
     sympy.Add: ExprOp.ADD,
     sympy.Mul: ExprOp.MUL,

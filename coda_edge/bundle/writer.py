@@ -49,8 +49,8 @@ def _parts(bundle: Bundle) -> list[bytes | memoryview]:
     _check_levels(bundle.levels)
     parts: list[bytes | memoryview] = []
     for level in bundle.levels:
-        parts += [_encode_plan(level.plan), _strings((level.target, *level.features)), level.library]
-    parts.append(_strings(text for item in bundle.metadata.items() for text in item))
+        parts += [encode_plan(level.plan), encode_strings((level.target, *level.features)), level.library]
+    parts.append(encode_strings(text for item in bundle.metadata.items() for text in item))
     parts.append(bundle.constants.tobytes() if bundle.constants.size == 0 else bundle.constants.data)
     entries: list[bytes] = []
     body: list[bytes | memoryview] = []
@@ -79,7 +79,8 @@ def _described(tensor: TensorInfo) -> tuple[str, str, int]:
     return tensor.name, tensor.dtype, len(tensor.dims)
 
 
-def _strings(texts: Iterable[str]) -> bytes:
+def encode_strings(texts: Iterable[str]) -> bytes:
+    """A section of strings. Raises ``BundleError`` for one with a zero byte."""
     encoded = [text.encode() for text in texts]
     for text in encoded:
         if b"\0" in text:
@@ -107,11 +108,12 @@ class _Pools:
         """The byte offset of ``text``."""
         if text not in self._strings:
             self._strings[text] = len(self.strings)
-            self.strings += _strings([text])
+            self.strings += encode_strings([text])
         return self._strings[text]
 
 
-def _encode_plan(plan: ExecutionPlan) -> bytes:
+def encode_plan(plan: ExecutionPlan) -> bytes:
+    """A plan section. Raises ``BundleError`` for a plan that the format cannot hold."""
     try:
         return _pack_plan(plan)
     except StructError as e:

@@ -235,8 +235,8 @@ class PointerArrays:
         return kernel.with_attr("tirx.is_entry_func", False).with_attr("calling_conv", 0)
 
 
-def _pipeline(
-    float16: bool,
+def pipeline(
+    float16: bool, *last: tvm.transform.Pass
 ) -> tuple[tvm.transform.Pass, Callable[[], tvm.transform.Pass], Callable[[], tvm.transform.Pass]]:
     """TVM's default CPU lowering, with the steps that only other devices need left out and our ABI in place of its own.
 
@@ -250,10 +250,11 @@ def _pipeline(
         tirx.transform.StmtSimplify(),
         *(() if float16 else (ConvertByArithmetic(),)),
         PointerArrays(),
+        *last,
     ]
     stages = tirx.compilation_pipeline
     return tvm.ir.transform.Sequential(passes), stages.finalize_host_passes, stages.finalize_device_passes
 
 
 for _float16, _name in _PIPELINES.items():
-    tirx.compilation_pipeline.register_tir_pipeline(_name, partial(_pipeline, _float16))
+    tirx.compilation_pipeline.register_tir_pipeline(_name, partial(pipeline, _float16))
