@@ -102,6 +102,10 @@ def test_sine(name: str, kernels: dict[str, Callable[[np.ndarray], np.ndarray]])
     for high in (1.0, 10.0, 1e3, 1e5):
         x = np.linspace(-high, high, 100_003).astype(np.float32)
         assert np.abs(kernels[name](x) - getattr(np, name)(x.astype(np.float64))).max() <= 1.5e-7, high
+    for x in (np.float32(3e9) + np.arange(0, 2e9, 2**16), np.exp2(np.linspace(-20, 32, 30_011))):
+        x = x.astype(np.float32)
+        assert np.abs(kernels[name](x) - getattr(np, name)(x.astype(np.float64))).max() <= 1.5e-7
+    assert np.abs(kernels[name](np.float32([1e15, 1e30, -3e38]))).max() <= 1
     assert np.isnan(kernels[name](np.float32([math.inf, -math.inf, math.nan]))).all()
 
 

@@ -18,7 +18,10 @@ _ROUND = 12582912.0
 """1.5·2²³: adding it rounds a float32 of magnitude below 2²² to an integer, which is then in the low bits of the sum."""
 _LOG2_E = math.log2(math.e)
 _LN2_HIGH, _LN2_LOW = 0.693145751953125, 1.428606765330187e-06
-_HALF_PI = (1.5707963705062866, -4.371138828673793e-08, -1.7151245100058819e-15)
+_ROUND64 = 6755399441055744.0
+"""1.5·2⁵², which does the same to a float64."""
+_HALF_PI = (1.570796012878418, 3.139164164167596e-07, 6.223372171896613e-14)
+"""π/2 in float64s, of which the first two have 21 bits: their products with a number of 32 bits are exact."""
 
 _EXP = (0.49999993346222216, 0.1666651912792635, 0.04166840576587279, 0.008368898874219566, 0.0013814219773022535)
 _EXP2 = (
@@ -230,7 +233,7 @@ def round_even(x: Expr) -> Expr:
 
 
 def sin(x: Expr) -> Expr:
-    """sin x: absolute error 1.5e-7 for |x| ≤ 1e5, growing beyond; NaN at ±inf."""
+    """sin x: absolute error 1.5e-7 for |x| ≤ 5e9, |x|·2⁻⁵² more up to 1e15, beyond that no more than in [-1, 1]; NaN at ±inf."""
     return _sine(x, 0)
 
 
@@ -329,11 +332,16 @@ def _sine(x: Expr, quarter: int) -> Expr:
     def reduced(x: Expr, z: Expr, n: Expr) -> Expr:
         r = x
         for part in _HALF_PI:
-            r = r - n * f32(part)
-        return bind(r, lambda r: bind(r * r, lambda s: choose(r, s, bind_quadrant(z))))
+            r = r - n * _f64(part)
+        return bind(r, lambda r: bind(bounded(r).astype(_like("float32", r)), lambda r: of_quadrant(z, r)))
 
-    def bind_quadrant(z: Expr) -> Expr:
-        return _bits(z) + _int(quarter, z)
+    def bounded(r: Expr) -> Expr:
+        most = widen(_f64(0.8), lanes(r))
+        return tirx.Select(r > most, most, tirx.Select(r < most * -1.0, most * -1.0, r))
+
+    def of_quadrant(z: Expr, r: Expr) -> Expr:
+        number = _reinterpret("int64", z).astype(_like("int32", z)) + _int(quarter, z)
+        return bind(r * r, lambda s: choose(r, s, number))
 
     def choose(r: Expr, s: Expr, quadrant: Expr) -> Expr:
         sine = _poly(_SIN, s) * s * r + r
@@ -347,9 +355,10 @@ def _sine(x: Expr, quarter: int) -> Expr:
         )
 
     def rounded(x: Expr) -> Expr:
-        return bind(x * f32(2 / math.pi) + f32(_ROUND), lambda z: bind(z - f32(_ROUND), lambda n: reduced(x, z, n)))
+        z = x * _f64(2 / math.pi) + _f64(_ROUND64)
+        return bind(z, lambda z: bind(z - _f64(_ROUND64), lambda n: reduced(x, z, n)))
 
-    return bind(x, rounded)
+    return bind(x.astype(_like("float64", x)), rounded)
 
 
 def _odd_rational(x: Expr, top: Sequence[float], bottom: Sequence[float], limit: float) -> Expr:
@@ -395,6 +404,10 @@ def _float(bits: Expr, like: Expr) -> Expr:
 
 def _to_float(value: Expr) -> Expr:
     return value.astype(value.ty.dtype.replace("int32", "float32"))
+
+
+def _f64(value: float) -> Expr:
+    return tirx.const(value, "float64")
 
 
 def _int(value: int, like: Expr) -> Expr:
