@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from coda_edge.bundle import reader
+from coda_edge.bundle import TensorInfo, reader
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = ("-std=c11", "-O2", "-fno-sanitize=undefined", "-D_GNU_SOURCE", '-DCODA_VERSION_TEXT="test"', "-Werror")
@@ -79,14 +79,18 @@ def remote(triple: str) -> Path:
     return folder / "remote"
 
 
+_FILE = "{file}"
+"""In the command of a process: the file with what it is given."""
+
+
 class _Process:
     """A running ``remote`` and the numbers and arrays that go to and fro."""
 
-    def __init__(self, machine: Machine, mode: str, data: bytes, *words: str) -> None:
+    def __init__(self, command: Sequence[str], data: bytes = b"") -> None:
         self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115 - closed by close()
         self._file.write(data)
         self._file.flush()
-        command = machine.command(remote(machine.triple), mode, self._file.name, *words)
+        command = [self._file.name if word == _FILE else word for word in command]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert self._process.stdin and self._process.stdout and self._process.stderr
         self._to, self._from, self._errors = self._process.stdin, self._process.stdout, self._process.stderr
@@ -124,7 +128,7 @@ class RemoteLibrary:
     """A kernel library in an emulated machine, called as ``kernel_harness.Library`` is."""
 
     def __init__(self, machine: Machine, data: bytes) -> None:
-        self._process = _Process(machine, "kernels", data)
+        self._process = _Process(machine.command(remote(machine.triple), "kernels", _FILE), data)
 
     def call(self, name: str, buffers: Sequence[np.ndarray | None], ints: Sequence[int]) -> int:
         """Calls kernel ``name`` and updates the buffers; returns its status, or -1 if it wrote outside them."""
@@ -150,9 +154,18 @@ class RemoteSession:
     """A bundle in an emulated machine, run as ``coda_edge.Session`` is."""
 
     def __init__(self, machine: Machine, data: bytes, threads: int = 1) -> None:
-        self._process = _Process(machine, "bundle", data, str(threads))
+        self._process = _Process(machine.command(remote(machine.triple), "bundle", _FILE, str(threads)), data)
         plan = reader.from_bytes(data).best.plan
         self._inputs, self._outputs = plan.inputs, plan.outputs
+
+    @classmethod
+    def of_program(
+        cls, command: Sequence[str], inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo]
+    ) -> RemoteSession:
+        """A program of runtime/tests/linked.c, whose model has these inputs and outputs."""
+        session = cls.__new__(cls)
+        session._process, session._inputs, session._outputs = _Process(command), inputs, outputs
+        return session
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """The outputs; raises RuntimeError with the runtime's message."""
