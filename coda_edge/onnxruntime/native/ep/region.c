@@ -76,8 +76,9 @@ static OrtStatus *take(search *s, const OrtNode *node) {
   return NULL;
 }
 
-/* Compares what a value and a bundle's tensor of that name are. */
-static OrtStatus *compare(search *s, const OrtValueInfo *value, const coda_tensor_info *info) {
+/* Compares what a value and a bundle's tensor of that name are. Of outputs only the type: some models declare
+ * dimensions that they do not have. */
+static OrtStatus *compare(search *s, const OrtValueInfo *value, const coda_tensor_info *info, bool output) {
   const OrtApi *ort = s->api->ort;
   const OrtTypeInfo *type = NULL;
   const OrtTensorTypeAndShapeInfo *tensor = NULL;
@@ -94,7 +95,7 @@ static OrtStatus *compare(search *s, const OrtValueInfo *value, const coda_tenso
     refuse(s, "'%s' is %s in the model, the bundle was compiled for %s", info->name, coda_dtype_name(dtype),
            coda_dtype_name(info->dtype));
   TRY(ort->GetDimensionsCount(tensor, &rank));
-  if (rank == 0 || rank > CODA_MAX_RANK) /* 0: a scalar, or nothing is known */
+  if (output || rank == 0 || rank > CODA_MAX_RANK) /* 0: a scalar, or nothing is known */
     return NULL;
   TRY(ort->GetDimensions(tensor, dims, rank));
   if ((int32_t)rank != info->rank)
@@ -120,7 +121,7 @@ static OrtStatus *take_outputs(search *s, bool *made) {
       if (output < 0)
         continue;
       made[output] = true;
-      status = compare(s, outputs.items[k], coda_model_output(s->bundle->model, (size_t)output));
+      status = compare(s, outputs.items[k], coda_model_output(s->bundle->model, (size_t)output), true);
       if (!status)
         status = take(s, s->nodes[i]);
     }
@@ -179,7 +180,7 @@ static OrtStatus *follow(search *s, const OrtValueInfo *value) {
     refuse(s, "'%s' is an input of the bundle, and a constant of the model", name);
   if (input >= 0) {
     s->met[input] = true;
-    return compare(s, value, coda_model_input(s->bundle->model, (size_t)input));
+    return compare(s, value, coda_model_input(s->bundle->model, (size_t)input), false);
   }
   if (constant)
     return keep_constant(s, value);
