@@ -16,7 +16,7 @@ from coda_edge.errors import ShapeError
 from coda_edge.frontend import SymbolicInfo, infer, load
 from coda_edge.frontend.fold import inline_constants
 from coda_edge.inputs import input_specs
-from coda_edge.symbolic import evaluate
+from coda_edge.symbolic import evaluate, parse_dim, same
 
 
 def _graph(body: str, opset: int = 18) -> gs.Graph:
@@ -274,3 +274,57 @@ def test_an_unknown_operator_of_another_domain() -> None:
         infer(graph)
     y.dtype, y.shape = np.dtype(np.float32), ["B", 7]
     assert infer(graph).shapes["y"][1] == 7
+
+
+def test_transforms_of_two_kinds_after_each_other() -> None:
+    """Each is inferred from matrices of its own, which have the same name."""
+    dims = _shape(
+        """(float[B, 8, 6, 1] x) => (float[B, M, N, O] y) <int64 two = {2}, int64 one = {1}> {
+            h = DFT <onesided = 1> (x, , two) y = DFT (h, , one) }""",
+        20,
+    )
+    assert dims == ["B", 8, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("nested", "once"),
+    [
+        ("floor(floor(floor(t/5)/2)/2) - 1", "floor(t/20) - 1"),
+        ("floor((floor(a/2) + b)/3)", "floor((a + 2*b)/6)"),
+        ("ceiling(floor(t/2)/2)", "floor((t + 2)/4)"),
+    ],
+)
+def test_rounded_quotients_of_rounded_quotients_are_one(nested: str, once: str) -> None:
+    dim = parse_dim(nested)
+    assert same(dim, parse_dim(once))
+    for t in range(60):
+        sizes = {"t": t, "a": t, "b": t % 7}
+        assert evaluate(dim, sizes) == evaluate(parse_dim(once), sizes)
+
+
+@pytest.mark.parametrize("factor", [2, 3])
+def test_a_quotient_is_not_rounded_once_where_that_differs(factor: int) -> None:
+    dim = parse_dim(f"floor(floor(t/5)*{factor}/7)")
+    assert [evaluate(dim, {"t": t}) for t in range(99)] == [t // 5 * factor // 7 for t in range(99)]
+
+
+def test_a_count_that_has_to_be_what_it_counts() -> None:
+    """2·S - 1 positions, as relative ones have: at least none, which is a constraint and no contradiction."""
+    info = _info("""(float[B, S] x) => (float z) <int64 at = {1}, int64 one = {1}, int64 step = {-1}> {
+        s = Shape (x) n = Gather (s, at) first = Sub (n, one) last = Neg (n) r = Range (first, last, step)
+        twice = Add (n, n) count = Sub (twice, one) axis = Constant <value_ints = [0]> () t = Unsqueeze (count, axis)
+        f = Cast <to = 1> (r) e = ConstantOfShape (t) z = Add (f, e) }""")
+    assert [evaluate(d, {"B": 2, "S": 4}) for d in info.shapes["z"]] == [7]
+    assert all(c.holds({"B": 2, "S": 1}) for c in info.constraints)
+    assert not all(c.holds({"B": 2, "S": 0}) for c in info.constraints)
+
+
+@pytest.mark.parametrize(("less", "by", "at"), [(1, 2, 0), (511, 384, 511)])
+def test_a_quotient_of_a_difference(less: int, by: int, at: int) -> None:
+    """Rounded to zero: of -1 it is 0; what is further below is assumed not to be."""
+    info = _info(f"""(float[S] x) => (float z) <int64 less = {{{less}}}, int64 by = {{{by}}}, int64[1] axis = {{0}}> {{
+        s = Shape (x) i = Squeeze (s, axis) d = Sub (i, less) q = Div (d, by) t = Unsqueeze (q, axis) z = ConstantOfShape (t) }}""")
+    for size in (at, 700, 2000):
+        assert all(c.holds({"S": size}) for c in info.constraints)
+        assert evaluate(info.shapes["z"][0], {"S": size}) == int((size - less) / by)
+    assert not info.data

@@ -184,3 +184,23 @@ def test_a_model_that_needs_more_entries_than_one() -> None:
     verifier = Verifier.of_model(best, input_specs(best))
     assert verifier.sizes["n"] == 3
     assert verifier.check(_run(best), "the model") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("g (float[n, h, w] x) => (float[n, 6, 6] y) { y = Reshape (x, six) }", {"h": 6, "w": 6}),
+        ("g (float[n, s] x) => (float[n, t] y) { y = Gather <axis = 1> (x, far) }", {"s": 512}),
+    ],
+)
+def test_sizes_are_found_that_the_model_needs(text: str, sizes: dict[str, int]) -> None:
+    """Two that are 36 together, and one that is longer than a text is as a rule."""
+    made = model(text, {"six": np.array([0, 6, 6]), "far": np.array([300])})
+
+    def allowed(at: Mapping[str, int]) -> bool:
+        return "h" not in at or at["h"] * at["w"] == 36
+
+    verifier = Verifier.of(input_specs(made), ort_session(made), allowed=allowed)
+    assert sizes.items() <= verifier.sizes.items()
+    assert verifier.check(_run(made), "the model itself") == 0.0
+    assert all(feeds["x"].shape[1:] == tuple(sizes.values()) for feeds, _ in verifier.cases[:1])

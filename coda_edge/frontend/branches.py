@@ -36,7 +36,7 @@ def _if(call: Call) -> list[Type]:
     if condition is not None:
         return infer_nested(call, _branch(call.node, bool(condition.item())))
     results = [infer_nested(call, branch) for branch in gates.branches(call.node)]
-    if _is_gated(call.node, lambda t: call.types[t.name][1]):
+    if _is_gated(call.node, lambda t: ir.shape(t) if isinstance(t, gs.Constant) else call.types[t.name][1]):
         return [
             (
                 kind,

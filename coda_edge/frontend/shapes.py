@@ -458,14 +458,21 @@ def _finish(graph: gs.Graph, types: dict[str, Type], state: _State) -> None:
 
 def infer_nested(call: Call, graph: gs.Graph) -> list[Type]:
     """Infers a subgraph of ``call``'s node, which reads the outer graph's tensors, and returns its outputs' types."""
+    types = call.types
+    constants = {t.name: t for n in graph.nodes for t in n.inputs if isinstance(t, gs.Constant)}
+    constants |= {t.name: t for t in graph.outputs if isinstance(t, gs.Constant)}
+    # Constants of a subgraph may have names that others have outside.
+    outside = {name: types[name] for name in constants if name in types}
+    types.update({name: (numpy_dtype(t.dtype), ir.shape(t)) for name, t in constants.items()})
     for node in ir.in_order(graph):
         for tensor in node.outputs:
             call.state.info.values.pop(tensor.name, None)  # of the turn before, in a loop
-        for tensor in node.inputs:
-            if isinstance(tensor, gs.Constant):
-                call.types.setdefault(tensor.name, (numpy_dtype(tensor.dtype), ir.shape(tensor)))
-        _visit(Call(node, call.opset, call.types, call.state), call.types, call.state)
-    return [call.types[t.name] for t in graph.outputs]
+        _visit(Call(node, call.opset, types, call.state), types, call.state)
+    found = [types[t.name] for t in graph.outputs]
+    for name in constants:
+        types.pop(name, None)
+    types.update(outside)
+    return found
 
 
 def ask_onnx(call: Call) -> list[Type]:
