@@ -1,4 +1,4 @@
-"""The command ``coda-edge``: optimize, run, bench, inspect, survey, package, targets.
+"""The command ``coda-edge``: optimize, run, bench, inspect, survey, package, sign, keygen, targets.
 
 Every command takes ``--json``: stdout then carries exactly one JSON object. Progress goes to stderr. An error is one line
 on stderr, ``ErrorType: message``, with exit code 1 (with ``--json`` also ``{"error": …}`` on stdout); a usage error has
@@ -19,7 +19,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import __version__, cli_package, cli_survey, cli_tune
+from . import __version__, cli_package, cli_sign, cli_survey, cli_tune
 from .errors import CodaError
 from .files import creatable, existing, load_arrays, save_arrays
 
@@ -276,6 +276,8 @@ def targets(as_json: bool) -> None:
         found.render(Console())
 
 
+main.add_command(cli_sign.keygen)
+main.add_command(cli_sign.sign)
 main.add_command(_json_option(cli_survey.command))
 main.add_command(_json_option(_shape_option(cli_package.command)))
 main.add_command(_json_option(_shape_option(cli_tune.command)))

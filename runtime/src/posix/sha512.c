@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+enum { LENGTH_BYTES = 16 };
+
 /* FIPS 180-4, section 4.2.3. */
 static const uint64_t K[80] = {
     0x428a2f98d728ae22ull, 0x7137449123ef65cdull, 0xb5c0fbcfec4d3b2full, 0xe9b5dba58189dbbcull, 0x3956c25bf348b538ull,
@@ -72,10 +74,10 @@ void coda_sha512_end(coda_sha512 *hash, uint8_t digest[CODA_SHA512_BYTES]) {
   const uint64_t bits = hash->bytes * 8;
   const uint8_t one = 0x80, zero = 0;
   coda_sha512_add(hash, &one, 1);
-  while (hash->bytes % CODA_SHA512_BLOCK != CODA_SHA512_BLOCK - 8)
+  while (hash->bytes % CODA_SHA512_BLOCK != CODA_SHA512_BLOCK - LENGTH_BYTES)
     coda_sha512_add(hash, &zero, 1);
-  for (int i = 0; i < 8; i++) {
-    const uint8_t byte = (uint8_t)(bits >> (56 - 8 * i));
+  for (int i = 0; i < LENGTH_BYTES; i++) { /* the upper half is 0 */
+    const uint8_t byte = i < LENGTH_BYTES / 2 ? 0 : (uint8_t)(bits >> (56 - 8 * (i - LENGTH_BYTES / 2)));
     coda_sha512_add(hash, &byte, 1);
   }
   for (int i = 0; i < CODA_SHA512_BYTES; i++)
