@@ -158,7 +158,7 @@ def test_lowering_takes_the_known_schedule_and_computes_the_same() -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
     product = model(nodes, {"x": (np.float32, ["rows", 24])}, ["y"], {"w": w})
     other = GemmSchedule(2, 1, target.lanes(4), block=2)
-    known = fixed(Problem(target.name, "gemm", (40, 24)), other)
+    known = fixed(Problem(target.measured_as, "gemm", (40, 24)), other)
 
     def kernels(schedules: Schedules | None) -> list[str]:
         graph = frontend.to_normal_form(product).graph

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 LINE = 64
 """Bytes of a cache line."""
+_SHARES = (1, 2, 4, 6, 12)
+"""How many cache lines of the next panel are asked for at a time; for one tile, all that lie in as many steps."""
 
 
 @dataclass(frozen=True)
@@ -208,15 +211,28 @@ class Tile:
             self.body.store(self.kernel.scratch, at, weights)
         return weights
 
-    def _prefetch(self, panel_start: Expr, step: Expr) -> None:
-        """The ``step``-th share of the next panel's cache lines: so many that all tiles together ask for all."""
+    def _prefetch(self, panel_start: Expr, step: Expr, steps: int = 0) -> None:
+        """The ``step``-th share of the next panel's cache lines: so many that all tiles together ask for all.
+
+        ``steps``: K steps from one share to the next, the schedule's by default.
+        """
         format, schedule, count = self.shape.format, self.kernel.schedule, self.place.count
         size, line_size = format.panel_size(schedule.width, self.shape.k), LINE // format.itemsize
-        lines = max(1, schedule.width * schedule.stride * format.itemsize // (LINE * format.rows_per_element))
+        bytes_ = schedule.width * (steps or schedule.stride) * format.itemsize
+        lines = max(1, bytes_ // (LINE * format.rows_per_element))
         share = self.body.let(tirx.floordiv(count + (lines - 1), count), "share")
         ahead = self.body.let(step * share, "ahead")
-        with self.body.when(ahead < index(size // line_size)), self.body.loop(0, share, "line") as line:
-            self.body.prefetch(self.kernel.weight.panels, panel_start + size + (ahead + line) * line_size)
+        with self.body.when(ahead < index(size // line_size)), ExitStack() as more:
+            first = self.body.let(panel_start + size + ahead * line_size, "first")
+            asked = 0
+            # Written out: a loop here costs accumulators their registers.
+            for reach in sorted({min(n, lines) for n in (*_SHARES, lines)}):
+                if asked:
+                    more.enter_context(self.body.when(share > index(asked)))
+                for line in range(asked, reach):
+                    at = first + line * line_size
+                    self.body.prefetch(self.kernel.weight.panels, at, 3 if schedule.far else 2)
+                asked = reach
 
     def _touch(self) -> None:
         """Asks for the cache lines of the whole tensors that the epilogue will read."""
