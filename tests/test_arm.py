@@ -88,9 +88,11 @@ def test_undefined_symbols_are_found(triple: str, tmp_path: Path) -> None:
     assert link.undefined_symbols((tmp_path / "k.so").read_bytes()) == ("cosf",)
 
 
-def test_inner_loops_of_assembly() -> None:
-    text = ".LBB0_1:\n mov x1, x0\n.LBB0_2: // inner\n.Ltmp3:\n fmla v0.4s, v1.4s, v2.4s\n subs x1, x1, #1\n b.ne .LBB0_2\n cbnz x0, .LBB0_1\n"
-    assert list(arm_mca.inner_loops(text)) == [["fmla v0.4s, v1.4s, v2.4s", "subs x1, x1, #1", "b.ne .LBB0_2"]]
+def test_the_loop_of_a_trace() -> None:
+    """The block that takes the most instructions; multiply-adds of all kinds are counted."""
+    inner = ["fmla\tv0.4s, v1.4s, v2.4s", "subs\tx1, x1, #1", "b.ne\t#4"]
+    trace = ["mov\tx1, x0", *inner, *inner, "cbnz\tx0, #4", "ret"]
+    assert arm_mca.Executed(trace, 2).loop == inner and arm_mca.multiplies(trace) == 2
 
 
 def test_features(device: Device) -> None:

@@ -20,12 +20,14 @@ class Dot:
 
     ``lanes``: how many the instruction has; sums that do not fit in 32 bits wrap. ``tiles``: the register tiles (rows, vectors) to choose from, best
     first; (): the target's. Each row's word of A takes a register as the weights do, unlike in float32, where it is read from memory as it is multiplied.
+    ``together``: words of a row of A that are loaded at once and taken one by one, for an instruction that has one element of a vector meet all of another's.
     """
 
     lanes: int
     low: int
     accumulate: Callable[[Expr, Expr, Expr], Expr]
     tiles: tuple[tuple[int, int], ...] = ()
+    together: int = 1
 
     @property
     def dtype(self) -> str:
@@ -45,13 +47,13 @@ def _vpdpbusd(bits: int) -> Callable[[Expr, Expr, Expr], Expr]:
 
 
 def _sdot(sums: Expr, a: Expr, w: Expr) -> Expr:
-    """Arm Architecture Reference Manual, SDOT: signed bytes of both."""
+    """Arm Architecture Reference Manual, SDOT: signed bytes of both. Of a word that lies in a vector LLVM makes the form by element."""
     bytes_of_a, bytes_of_w = (tirx.reinterpret("int8x16", v) for v in (widen(a, 4), w))
-    return tirx.call_llvm_pure_intrin("int32x4", "llvm.aarch64.neon.sdot.v4i32.v16i8", sums, bytes_of_a, bytes_of_w)
+    return tirx.call_llvm_pure_intrin("int32x4", "llvm.aarch64.neon.sdot.v4i32.v16i8", sums, bytes_of_w, bytes_of_a)
 
 
 DOTS: dict[str, Dot] = {
     # Of 384 columns, 1536 steps and 400 rows the tiles do 98 and 92 % of the multiply-add peak; 8×3 spills and does 52 %.
     "vpdpbusd512": Dot(16, 0, _vpdpbusd(512), ((6, 3), (5, 4))),
-    "sdot128": Dot(4, -128, _sdot),
+    "sdot128": Dot(4, -128, _sdot, ((6, 3), (8, 2)), together=4),
 }
