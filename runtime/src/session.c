@@ -1,78 +1,32 @@
-/* Runs a model: finds or makes the layout of the inputs' shapes, places buffers, and calls the kernels in order. */
-#include "checked.h"
-#include "layout.h"
-#include "model.h"
+/* What a session is made of, and what it answers; run.c runs it. */
+#include "session.h"
+
 #include "platform.h"
-#include "pool.h"
 #include "text.h"
 
 enum {
-  MAX_LAYOUTS = 16, /* shapes remembered; the least recently used makes room */
   MAX_THREADS = 1024,
   DEFAULT_SPIN_US = 500,
-  ERROR_INDEX = 1, /* the kernels' code for an index out of range */
-  CANCELLED = -1, /* no kernel's code */
-};
-
-/* A step's operand that is an input or output: its address is set by each run. */
-typedef struct {
-  uint32_t slot; /* in a layout's addresses */
-  uint32_t index;
-  bool output;
-} io_slot;
-
-struct coda_session {
-  coda_model *model;
-  coda_allocator allocator;
-  coda_pool *pool;
-  int32_t threads, met; /* met: the most threads that a run was lent */
-  bool lent;
-  atomic_flag busy;
-  atomic_bool cancelled;
-  uint64_t clock;
-  coda_layout layouts[MAX_LAYOUTS];
-  coda_block layout_memory[MAX_LAYOUTS];
-  uint32_t layout_count;
-  const coda_layout *last; /* of the last run; NULL before the first */
-  uint8_t *given; /* working memory of the caller's; NULL: arenas and scratch are blocks of the allocator */
-  size_t given_bytes;
-  coda_block scratch;
-  coda_block *arenas, *owned; /* by phase; owned: outputs for which the caller gave no memory */
-  uint64_t random; /* the number of the next run is drawn from it */
-  coda_block tables; /* what the pointers below point into */
-  coda_step_timer timer; /* NULL: steps are not timed */
-  void *timer_context;
-  io_slot *slots;
-  uint32_t *order; /* for packing */
-  uint64_t *frames; /* by thread: a step's buffers and scratch, then its ints, begin and end */
-  uint32_t *run_ints; /* places in a layout's ints that are the run's number */
-  uint32_t slot_count, run_count;
-  size_t frame_words, frame_ints; /* words of one frame; of its first part */
-  size_t scratch_stride;
 };
 
 /* --- taking turns ------------------------------------------------------------------------------------------------- */
 
-static coda_code check_arguments(const coda_session *session, const coda_tensor *inputs, bool outputs,
-                                 coda_error *error) {
+coda_code coda_session_check(const coda_session *session, const coda_tensor *inputs, bool outputs, coda_error *error) {
   if (!session || (!inputs && session->model->plan.input_count) || (!outputs && session->model->plan.output_count))
     return coda_fail(error, CODA_ERROR_ARGUMENT, "a run needs a session, its inputs and its outputs");
   return CODA_OK;
 }
 
-/* Takes the session for the calling thread. */
-static coda_code enter(coda_session *session, coda_error *error) {
+coda_code coda_session_enter(coda_session *session, coda_error *error) {
   if (atomic_flag_test_and_set_explicit(&session->busy, memory_order_acquire))
     return coda_fail(error, CODA_ERROR_ARGUMENT,
                      "the session is in use by another thread: give each thread its own, or take turns");
   return CODA_OK;
 }
 
-static void leave(coda_session *session) { atomic_flag_clear_explicit(&session->busy, memory_order_release); }
+void coda_session_leave(coda_session *session) { atomic_flag_clear_explicit(&session->busy, memory_order_release); }
 
 /* --- making ------------------------------------------------------------------------------------------------------- */
-
-static size_t padded(size_t bytes) { return (bytes + CODA_ALIGNMENT - 1) / CODA_ALIGNMENT * CODA_ALIGNMENT; }
 
 static void find_slots(coda_session *session) {
   const coda_plan *plan = &session->model->plan;
@@ -92,12 +46,12 @@ static void find_slots(coda_session *session) {
 static int make_tables(coda_session *session) {
   const coda_plan *plan = &session->model->plan;
   session->frame_ints = (size_t)plan->max_operands + 1;
-  session->frame_words = padded((session->frame_ints + plan->max_ints + 2) * sizeof(uint64_t)) / sizeof(uint64_t);
+  session->frame_words = coda_padded((session->frame_ints + plan->max_ints + 2) * sizeof(uint64_t)) / sizeof(uint64_t);
   const size_t frames = (size_t)session->threads * session->frame_words * sizeof(uint64_t);
-  const size_t slots = padded(plan->operand_count * sizeof(io_slot));
-  const size_t order = padded(2 * (size_t)plan->buffer_count * sizeof(uint32_t));
-  const size_t blocks = padded(plan->phase_count * sizeof(coda_block));
-  const size_t run_ints = padded(plan->run_count * sizeof(uint32_t));
+  const size_t slots = coda_padded(plan->operand_count * sizeof(io_slot));
+  const size_t order = coda_padded(2 * (size_t)plan->buffer_count * sizeof(uint32_t));
+  const size_t blocks = coda_padded(plan->phase_count * sizeof(coda_block));
+  const size_t run_ints = coda_padded(plan->run_count * sizeof(uint32_t));
   if (coda_block_reserve(&session->tables, frames + slots + order + 2 * blocks + run_ints, CODA_ALIGNMENT,
                          &session->allocator))
     return -1;
@@ -189,21 +143,21 @@ void coda_session_free(coda_session *session) {
 int32_t coda_session_threads(const coda_session *session) { return session->threads; }
 
 coda_code coda_session_seed(coda_session *session, uint64_t seed, coda_error *error) {
-  coda_code code = enter(session, error);
+  coda_code code = coda_session_enter(session, error);
   if (code)
     return code;
   session->random = seed;
-  leave(session);
+  coda_session_leave(session);
   return CODA_OK;
 }
 
 coda_code coda_session_set_timer(coda_session *session, coda_step_timer timer, void *context, coda_error *error) {
-  coda_code code = enter(session, error);
+  coda_code code = coda_session_enter(session, error);
   if (code)
     return code;
   session->timer = timer;
   session->timer_context = context;
-  leave(session);
+  coda_session_leave(session);
   return CODA_OK;
 }
 
@@ -217,7 +171,7 @@ coda_code coda_session_cancel(coda_session *session, int32_t on) {
 coda_code coda_session_set_memory(coda_session *session, void *memory, size_t bytes, coda_error *error) {
   if ((uintptr_t)memory % CODA_ALIGNMENT != 0)
     return coda_fail(error, CODA_ERROR_ARGUMENT, "working memory must begin at a multiple of %d bytes", CODA_ALIGNMENT);
-  coda_code code = enter(session, error);
+  coda_code code = coda_session_enter(session, error);
   if (code)
     return code;
   drop_working_memory(session);
@@ -226,7 +180,7 @@ coda_code coda_session_set_memory(coda_session *session, void *memory, size_t by
   for (uint32_t i = 0; i < session->layout_count; i++)
     for (uint32_t phase = 0; phase < session->model->plan.phase_count; phase++)
       session->layouts[i].arenas[phase].memory = NULL;
-  leave(session);
+  coda_session_leave(session);
   return CODA_OK;
 }
 
@@ -255,8 +209,8 @@ static coda_layout *vacant_layout(coda_session *session, coda_error *error) {
   return fresh;
 }
 
-static coda_code find_layout(coda_session *session, const coda_tensor *inputs, coda_layout **result,
-                             coda_error *error) {
+coda_code coda_session_find_layout(coda_session *session, const coda_tensor *inputs, coda_layout **result,
+                                   coda_error *error) {
   const coda_plan *plan = &session->model->plan;
   coda_code code = coda_layout_check_types(plan, inputs, error);
   if (code)
@@ -276,8 +230,8 @@ static coda_code find_layout(coda_session *session, const coda_tensor *inputs, c
   return CODA_OK;
 }
 
-static void describe_outputs(const coda_session *session, const coda_layout *layout, uint32_t phase,
-                             coda_tensor *outputs) {
+void coda_session_describe(const coda_session *session, const coda_layout *layout, uint32_t phase,
+                           coda_tensor *outputs) {
   const coda_plan *plan = &session->model->plan;
   for (uint32_t i = 0; i < plan->output_count; i++) {
     if (plan->outputs[i].phase != phase)
@@ -308,321 +262,41 @@ static void describe_unknown_outputs(const coda_session *session, const coda_lay
 coda_code coda_session_shapes(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs,
                               coda_error *error) {
   coda_layout *layout = NULL;
-  coda_code code = check_arguments(session, inputs, outputs != NULL, error);
+  coda_code code = coda_session_check(session, inputs, outputs != NULL, error);
   if (!code)
-    code = enter(session, error);
+    code = coda_session_enter(session, error);
   if (code)
     return code;
-  code = find_layout(session, inputs, &layout, error);
+  code = coda_session_find_layout(session, inputs, &layout, error);
   if (!code) {
-    describe_outputs(session, layout, 0, outputs);
+    coda_session_describe(session, layout, 0, outputs);
     describe_unknown_outputs(session, layout, outputs);
   }
-  leave(session);
+  coda_session_leave(session);
   return code;
 }
 
-static size_t scratch_stride(const coda_layout *layout) { return padded(layout->scratch_bytes + 1); }
+size_t coda_session_scratch_stride(const coda_layout *layout) { return coda_padded(layout->scratch_bytes + 1); }
 
 coda_code coda_session_memory_bytes(coda_session *session, const coda_tensor *inputs, size_t *bytes,
                                     coda_error *error) {
   coda_layout *layout = NULL;
   if (!bytes)
     return coda_fail(error, CODA_ERROR_ARGUMENT, "coda_session_memory_bytes needs a place for the number");
-  coda_code code = check_arguments(session, inputs, true, error);
+  coda_code code = coda_session_check(session, inputs, true, error);
   if (!code)
-    code = enter(session, error);
+    code = coda_session_enter(session, error);
   if (code)
     return code;
-  code = find_layout(session, inputs, &layout, error);
+  code = coda_session_find_layout(session, inputs, &layout, error);
   if (!code)
-    *bytes = padded(layout->arenas[0].bytes) + scratch_stride(layout) * (size_t)session->threads;
-  leave(session);
+    *bytes = coda_padded(layout->arenas[0].bytes) + coda_session_scratch_stride(layout) * (size_t)session->threads;
+  coda_session_leave(session);
   return code;
 }
 
-/* --- running ------------------------------------------------------------------------------------------------------ */
-
-static coda_code check_inputs(const coda_session *session, const coda_layout *layout, const coda_tensor *inputs,
-                              coda_error *error) {
-  const coda_plan *plan = &session->model->plan;
-  for (uint32_t i = 0; i < plan->input_count; i++) {
-    const size_t need = (size_t)layout->tensor_bytes[i], size = coda_dtype_size(plan->inputs[i].dtype);
-    if (need && !inputs[i].data)
-      return coda_fail(error, CODA_ERROR_SHAPE, "input '%s' has no data", plan->inputs[i].name);
-    if (inputs[i].bytes < need)
-      return coda_fail(error, CODA_ERROR_SHAPE, "input '%s' has %zu bytes, expected %zu", plan->inputs[i].name,
-                       inputs[i].bytes, need);
-    if ((uintptr_t)inputs[i].data % size != 0)
-      return coda_fail(error, CODA_ERROR_ARGUMENT, "input '%s' is not aligned to its elements of %zu bytes",
-                       plan->inputs[i].name, size);
-  }
-  return CODA_OK;
-}
-
-static coda_code check_outputs(const coda_session *session, const coda_layout *layout, uint32_t phase,
-                               const coda_tensor *outputs, coda_error *error) {
-  const coda_plan *plan = &session->model->plan;
-  for (uint32_t i = 0; i < plan->output_count; i++) {
-    if (plan->outputs[i].phase != phase)
-      continue;
-    const size_t need = (size_t)layout->tensor_bytes[plan->input_count + i],
-                 size = coda_dtype_size(plan->outputs[i].dtype);
-    if (outputs[i].data && outputs[i].bytes < need)
-      return coda_fail(error, CODA_ERROR_SHAPE, "output '%s' has room for %zu bytes, expected %zu",
-                       plan->outputs[i].name, outputs[i].bytes, need);
-    if ((uintptr_t)outputs[i].data % size != 0)
-      return coda_fail(error, CODA_ERROR_ARGUMENT, "output '%s' is not aligned to its elements of %zu bytes",
-                       plan->outputs[i].name, size);
-  }
-  return CODA_OK;
-}
-
-/* Scratch of all threads lies at the end of the caller's memory, the arenas of the phases at its beginning. */
-static coda_code use_given(coda_session *session, const coda_layout *layout, uint32_t phase, size_t scratch,
-                           coda_error *error) {
-  size_t begin = 0;
-  for (uint32_t i = 0; i < phase; i++)
-    begin += padded(layout->arenas[i].bytes);
-  const size_t arena = padded(layout->arenas[phase].bytes),
-               room = session->given_bytes / CODA_ALIGNMENT * CODA_ALIGNMENT;
-  if (begin > room || arena > room - begin || scratch > room - begin - arena)
-    return coda_fail(error, CODA_ERROR_MEMORY, "the run needs %zu bytes of working memory, it was given %zu",
-                     begin + arena + scratch, session->given_bytes);
-  session->arenas[phase] = (coda_block){session->given + begin, arena};
-  session->scratch = (coda_block){session->given + room - scratch, scratch};
-  return CODA_OK;
-}
-
-static coda_code reserve(coda_session *session, coda_layout *layout, uint32_t phase, const coda_tensor *outputs,
-                         coda_error *error) {
-  const coda_plan *plan = &session->model->plan;
-  coda_block *arena = &session->arenas[phase];
-  size_t owned = 0, scratch = 0;
-  bool fits = true;
-  for (uint32_t i = 0; i < plan->output_count; i++)
-    if (!outputs[i].data && plan->outputs[i].phase == phase) /* one byte more: an empty output has an address too */
-      fits = fits && coda_add_size(owned, padded((size_t)layout->tensor_bytes[plan->input_count + i] + 1), &owned);
-  const size_t bytes = layout->arenas[phase].bytes;
-  session->scratch_stride = scratch_stride(layout);
-  fits = fits && coda_mul_size(session->scratch_stride, (size_t)session->threads, &scratch);
-  coda_code code = CODA_OK;
-  if (fits && session->given)
-    code = use_given(session, layout, phase, scratch, error);
-  else
-    fits = fits && !coda_block_reserve(arena, bytes + CODA_ALIGNMENT, CODA_ALIGNMENT, &session->allocator) &&
-           !coda_block_reserve(&session->scratch, scratch, CODA_ALIGNMENT, &session->allocator);
-  if (code)
-    return code;
-  if (!fits || coda_block_reserve(&session->owned[phase], owned, CODA_ALIGNMENT, &session->allocator))
-    return coda_fail(error, CODA_ERROR_MEMORY, "no memory for an arena of %zu bytes, scratch of %zu and outputs of %zu",
-                     bytes, scratch, owned);
-  if (layout->arenas[phase].memory != arena->data)
-    coda_layout_place(layout, plan, phase, session->model->constants.data, session->model->repacked.data, arena->data);
-  return CODA_OK;
-}
-
-static void place_io(coda_session *session, coda_layout *layout, uint32_t phase, const coda_tensor *inputs,
-                     coda_tensor *outputs) {
-  const plan_tensor *infos = session->model->plan.outputs;
-  uint8_t *owned = session->owned[phase].data;
-  for (uint32_t i = 0; i < session->model->plan.output_count; i++)
-    if (!outputs[i].data && infos[i].phase == phase) {
-      outputs[i].data = owned;
-      owned += padded(outputs[i].bytes + 1);
-    }
-  for (uint32_t i = 0; i < session->slot_count; i++) {
-    const io_slot *s = &session->slots[i];
-    if (s->output ? infos[s->index].phase == phase : phase == 0)
-      layout->addresses[s->slot] = (uintptr_t)(s->output ? outputs[s->index].data : inputs[s->index].data);
-  }
-}
-
-/* All that comes before the steps of a phase, once it is laid out. */
-static coda_code prepare(coda_session *session, coda_layout *layout, uint32_t phase, const coda_tensor *inputs,
-                         coda_tensor *outputs, coda_error *error) {
-  coda_code code = check_outputs(session, layout, phase, outputs, error);
-  if (!code)
-    code = reserve(session, layout, phase, outputs, error);
-  if (!code) {
-    describe_outputs(session, layout, phase, outputs);
-    place_io(session, layout, phase, inputs, outputs);
-  }
-  return code;
-}
-
-/* One of the numbers that follow from a seed (Steele, Lea and Flood 2014, SplitMix64). */
-static int64_t draw(uint64_t *state) {
-  uint64_t x = *state += UINT64_C(0x9e3779b97f4a7c15);
-  x = (x ^ (x >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
-  x = (x ^ (x >> 27)) * UINT64_C(0x94d049bb133111eb);
-  return (int64_t)(x ^ (x >> 31));
-}
-
-/* One step, as its chunks see it. */
-typedef struct {
-  const coda_session *session;
-  const plan_step *step;
-  coda_kernel kernel;
-  const uint64_t *addresses;
-  const int64_t *ints;
-} call;
-
-static int32_t run_chunk(void *context, int64_t begin, int64_t end, int thread) {
-  const call *c = context;
-  const coda_session *session = c->session;
-  if (atomic_load_explicit(&session->cancelled, memory_order_relaxed))
-    return CANCELLED;
-  uint64_t *buffers = session->frames + (size_t)thread * session->frame_words;
-  int64_t *ints = (int64_t *)(buffers + session->frame_ints);
-  const uint32_t operands = c->step->buffer_count, sizes = c->step->int_count;
-  memcpy(buffers, c->addresses, operands * sizeof *buffers);
-  buffers[operands] = (uintptr_t)(session->scratch.data + (size_t)thread * session->scratch_stride);
-  memcpy(ints, c->ints, sizes * sizeof *ints);
-  ints[sizes] = begin;
-  ints[sizes + 1] = end;
-  return c->kernel(buffers, ints);
-}
-
-static coda_code step_failed(const plan_step *step, int32_t result, coda_error *error) {
-  const char *from = *step->source ? ", from " : "";
-  if (result == CANCELLED)
-    return coda_fail(error, CODA_ERROR_CANCELLED, "the run was cancelled in step '%s'", step->name);
-  if (result == ERROR_INDEX)
-    return coda_fail(error, CODA_ERROR_DATA, "an index is out of range in step '%s'%s%s", step->name, from,
-                     step->source);
-  return coda_fail(error, CODA_ERROR_DATA, "kernel error %" PRId32 " in step '%s'%s%s", result, step->name, from,
-                   step->source);
-}
-
-/* About how long a step takes one thread: only the order of magnitude matters. A core does some 64 operations and moves
- * some 16 bytes a nanosecond. */
-static int64_t cost_ns(const coda_layout *layout, const plan_step *step) {
-  return layout->values[step->flops] / 64 + layout->values[step->bytes] / 16;
-}
-
-static coda_code run_steps(coda_session *session, coda_layout *layout, const coda_tensor *inputs, coda_tensor *outputs,
-                           coda_error *error) {
-  const coda_plan *plan = &session->model->plan;
-  call c = {.session = session, .addresses = layout->addresses, .ints = layout->ints};
-  uint32_t phase = 0;
-  for (uint32_t i = 0; i < plan->step_count; i++) {
-    c.step = &plan->steps[i];
-    while (phase < c.step->phase) {
-      coda_code code = coda_layout_continue(layout, plan, ++phase, inputs, outputs, session->order, error);
-      if (!code)
-        code = prepare(session, layout, phase, inputs, outputs, error);
-      if (code)
-        return code;
-    }
-    const int64_t items = layout->values[c.step->items], begin = session->timer ? coda_clock_ns() : 0;
-    int32_t result = 0;
-    if (items) {
-      c.kernel = session->model->kernels[c.step->kernel];
-      result = coda_pool_for(session->pool, items, c.step->grain, cost_ns(layout, c.step), run_chunk, &c);
-      if (!result && c.step->finish >= 0) {
-        c.kernel = session->model->kernels[c.step->finish];
-        result = run_chunk(&c, 0, items, 0);
-      }
-    }
-    if (result)
-      return step_failed(c.step, result, error);
-    c.addresses += c.step->buffer_count;
-    c.ints += c.step->int_count;
-    if (session->timer)
-      session->timer(session->timer_context, i, c.step->name, begin, coda_clock_ns());
-  }
-  return CODA_OK;
-}
-
-/* The constants of a bundle, once, by the session that runs first. */
-static coda_code verify(const coda_session *session, coda_error *error) {
-  coda_model *model = session->model;
-  if (atomic_load_explicit(&model->verified, memory_order_relaxed))
-    return CODA_OK;
-  const coda_code code = model->verify(model, session->pool, &session->allocator, error);
-  if (!code)
-    atomic_store_explicit(&model->verified, true, memory_order_relaxed);
-  return code;
-}
-
-static coda_code run(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs, coda_error *error) {
-  coda_layout *layout = NULL;
-  coda_code code = verify(session, error);
-  if (!code)
-    code = find_layout(session, inputs, &layout, error);
-  if (!code)
-    code = check_inputs(session, layout, inputs, error);
-  if (!code)
-    code = prepare(session, layout, 0, inputs, outputs, error);
-  if (!code) {
-    const int64_t number = draw(&session->random);
-    for (uint32_t i = 0; i < session->run_count; i++)
-      layout->ints[session->run_ints[i]] = number;
-    code = run_steps(session, layout, inputs, outputs, error);
-    session->last = code ? NULL : layout;
-  }
-  return code;
-}
-
-coda_code coda_session_run(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs, coda_error *error) {
-  coda_code code = check_arguments(session, inputs, outputs != NULL, error);
-  if (!code)
-    code = enter(session, error);
-  if (code)
-    return code;
-  if (session->lent)
-    coda_pool_expect(session->pool, 1);
-  coda_pool_begin(session->pool);
-  code = run(session, inputs, outputs, error);
-  coda_pool_end(session->pool);
-  leave(session);
-  return code;
-}
-
-/* A run on lent threads: whichever comes first leads it, the others help until it is over. */
-typedef struct {
-  coda_session *session;
-  const coda_tensor *inputs;
-  coda_tensor *outputs;
-  coda_error *error;
-  coda_code code;
-  _Atomic int32_t arrived, helped;
-} lent_run;
-
-static void join(void *argument, size_t index) {
-  lent_run *r = argument;
-  (void)index;
-  const int32_t place = atomic_fetch_add(&r->arrived, 1);
-  if (place == 0) {
-    r->code = run(r->session, r->inputs, r->outputs, r->error);
-    coda_pool_end(r->session->pool);
-  } else if (coda_pool_help(r->session->pool, place)) {
-    atomic_fetch_add_explicit(&r->helped, 1, memory_order_relaxed);
-  }
-}
-
-coda_code coda_session_run_on(coda_session *session, const coda_tensor *inputs, coda_tensor *outputs,
-                              coda_parallel parallel, void *context, coda_error *error) {
-  coda_code code = check_arguments(session, inputs, outputs != NULL, error);
-  if (!code && (!session->lent || !parallel))
-    code = coda_fail(error, CODA_ERROR_ARGUMENT,
-                     "a run on lent threads needs a session made with `lent`, and who lends them");
-  if (!code)
-    code = enter(session, error);
-  if (code)
-    return code;
-  lent_run r = {.session = session, .inputs = inputs, .outputs = outputs, .error = error};
-  coda_pool_expect(session->pool, session->met ? session->met : session->threads);
-  coda_pool_begin(session->pool);
-  parallel(context, join, (size_t)session->threads, &r);
-  if (r.arrived == 0) /* nobody was lent */
-    join(&r, 0);
-  if (r.helped + 1 > session->met)
-    session->met = r.helped + 1;
-  leave(session);
-  return r.code;
-}
+/* --- the last run ----------------------------------------------------------------------------------------------------
+ */
 
 size_t coda_session_costs(const coda_session *session, coda_step_cost *costs, size_t capacity) {
   const coda_plan *plan = &session->model->plan;
