@@ -100,6 +100,43 @@ static void check_late_workers(void) {
   coda_pool_free(pool, coda_default_allocator);
 }
 
+typedef struct {
+  coda_pool *pool;
+  int index;
+} helper;
+
+static void *help(void *argument) {
+  const helper *h = argument;
+  coda_pool_help(h->pool, h->index);
+  return NULL;
+}
+
+/* Workers that come and go with each run. */
+static void check_lent_threads(void) {
+  coda_pool *pool = coda_pool_create(THREADS, 100, true, coda_default_allocator);
+  CHECK(!coda_pool_help(pool, 1));
+  for (int round = 0; round < 50; round++) {
+    helper helpers[THREADS];
+    pthread_t lent[THREADS];
+    coda_pool_expect(pool, 1 + round % THREADS);
+    coda_pool_begin(pool);
+    for (int i = 1; i < THREADS; i++) {
+      helpers[i] = (helper){pool, i};
+      CHECK(pthread_create(&lent[i], NULL, help, &helpers[i]) == 0);
+    }
+    for (int64_t items = 1; items <= 40; items++) {
+      total t = {0, 0};
+      CHECK(coda_pool_for(pool, items, 1 + items % 3, MUCH, add, &t) == 0);
+      CHECK(t.items == items && t.sum == items * (items - 1) / 2);
+    }
+    coda_pool_end(pool);
+    for (int i = 1; i < THREADS; i++)
+      CHECK(pthread_join(lent[i], NULL) == 0);
+    CHECK(!coda_pool_help(pool, 1));
+  }
+  coda_pool_free(pool, coda_default_allocator);
+}
+
 /* --- workers that do not run ----------------------------------------------------------------------------------------
  */
 
@@ -163,6 +200,7 @@ static void check_held(int64_t spin_us) {
 void check_pool(void) {
   check_chunks();
   check_late_workers();
+  check_lent_threads();
 #if !defined(__SANITIZE_THREAD__)
   const struct sigaction action = {.sa_handler = hold};
   struct sigaction before;
