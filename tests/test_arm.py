@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import handmade
@@ -224,6 +225,24 @@ def test_products_of_bytes(device: Device, k: int, n: int, zero: np.generic) -> 
     for rows in (1, 2, 7, 30):
         x = 4 * np.random.default_rng(rows).standard_normal((rows, k)).astype(np.float32)
         np.testing.assert_array_equal(session.run({"x": x})[0], reference.run(None, {"x": x})[0])
+    session.close()
+
+
+def test_rounding(device: Device) -> None:
+    """Ties, signs of zero, large numbers, infinities and NaN, also where no instruction rounds."""
+    target, machine = device
+    kinds = {"Round": np.round, "Floor": np.floor, "Ceil": np.ceil}
+    value = partial(onnx.helper.make_tensor_value_info, elem_type=onnx.TensorProto.FLOAT, shape=["n"])
+    nodes = [onnx.helper.make_node(kind, ["x"], [kind]) for kind in kinds]
+    graph = onnx.helper.make_graph(nodes, "rounding", [value("x")], [value(kind) for kind in kinds])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9)
+    session = RemoteSession(machine, writer.to_bytes(coda_edge.optimize(model, target.name, verify=False).bundle))
+    small = np.arange(-20, 20, dtype=np.float32) / 4
+    limits = [0.0, -0.0, np.inf, -np.inf, np.nan, 8388607.5, -8388608.0, 3e38, 0.49999997, -0.3, 1 - 2**-24]
+    x = np.array([*small, *limits], np.float32)
+    for found, reference in zip(session.run({"x": x}), kinds.values(), strict=True):
+        np.testing.assert_array_equal(found, reference(x))
+        assert (np.signbit(found) == np.signbit(reference(x)))[~np.isnan(x)].all()
     session.close()
 
 

@@ -21,6 +21,7 @@ from tvm.tirx.buffer import buffer_data_pointer_type, is_buffer_var
 from .. import _runtime
 from .half import ConvertByArithmetic, converts_float16
 from .kernel import KernelSource
+from .whole import rounding
 
 STATUS = "status"
 _BODY = "_body"
@@ -92,6 +93,7 @@ def _generate(
     if hosted:
         memory, text = "", _without_moves(text)
     text += (memory.replace("i64", "i32") if _NARROW in text else memory) + callers
+    text += rounding(text, str(target.get("mtriple", "")))
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernels.ll")
         source.write_text(text, encoding="utf-8")
