@@ -425,6 +425,7 @@ int main(int count, char **words) {
   CHECK(coda_abi_version() == CODA_ABI_VERSION);
   check_pool();
   check_cores();
+  check_api(words[1]);
   CHECK(coda_model_open("/nowhere/at all.coda", NULL, &model, &error) == CODA_ERROR_FILE && !model);
   CHECK(coda_model_open("/", NULL, &model, &error) == CODA_ERROR_FILE);
   CHECK(coda_model_open(words[1], NULL, &model, &error) == CODA_OK);

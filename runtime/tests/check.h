@@ -17,6 +17,9 @@ extern int failures;
 /* Loops: each item once, balanced chunks, small loops by the caller alone, workers that the system does not run. */
 void check_pool(void);
 
+/* What a program hands to the runtime, on the bundle of the encoder at `path`. */
+void check_api(const char *path);
+
 /* How many threads a session gets by default, by made-up files of the system. */
 void check_cores(void);
 
