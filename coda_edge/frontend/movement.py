@@ -198,8 +198,9 @@ def write(emitter: SizeEmitter, view: View, base: str) -> ir.Tensor:
 def reshape(emitter: SizeEmitter, x: ir.Tensor, dims: Sequence[Dim], base: str) -> gs.Variable:
     """``x`` in the shape ``dims``."""
     target = reshape_target(ir.shape(x), dims)
-    operand = emitter.vector(dims if target is None else target)
-    return emitter.editor.apply("Reshape", [x, operand], dims, f"{base}.view")
+    if target is None:
+        return emitter.editor.apply("Reshape", [x, emitter.vector(dims)], dims, f"{base}.view", allowzero=1)
+    return emitter.editor.apply("Reshape", [x, emitter.vector(target)], dims, f"{base}.view")
 
 
 def compose_movement(graph: gs.Graph, info: SymbolicInfo) -> int:

@@ -134,7 +134,10 @@ class SizeEmitter:
 
 
 def reshape_target(dims: Sequence[Dim], out: Sequence[Dim]) -> list[int] | None:
-    """What turns a tensor of shape ``dims`` into ``out`` as a Reshape target of numbers, 0 and −1; None if nothing does."""
+    """What turns a tensor of shape ``dims`` into ``out`` as a Reshape target of numbers, 0 and −1; None if nothing does.
+
+    A size that is cut down to another may be 0, beside which −1 says nothing.
+    """
     target = []
     for axis, dim in enumerate(out):
         if isinstance(dim, int):
@@ -143,7 +146,8 @@ def reshape_target(dims: Sequence[Dim], out: Sequence[Dim]) -> list[int] | None:
             target.append(dim)
         else:
             target.append(0 if axis < len(dims) and same(dims[axis], dim) else -1)
-    return target if target.count(-1) <= 1 else None
+    cut = any(not isinstance(d, int) and d.has(sympy.Min) for d, t in zip(out, target, strict=True) if t != -1)
+    return target if target.count(-1) <= (0 if cut else 1) else None
 
 
 def expand_target(dims: Sequence[Dim], out: Sequence[Dim]) -> list[Dim]:
@@ -181,6 +185,10 @@ def emit_sizes(graph: gs.Graph, info: SymbolicInfo) -> None:
         if node.outputs and all(t.name in info.values for t in node.outputs):
             continue
         for index, tensor in enumerate(node.inputs):
+            if node.op == "Reshape" and index == 1 and _is_vague(node):
+                node.inputs[index] = emitter.vector(ir.shape(node.outputs[0]))
+                node.attrs["allowzero"] = 1
+                continue
             value = info.values.get(tensor.name) if isinstance(tensor, gs.Variable) else None
             if value is not None and value.ndim <= 1 and np.dtype(tensor.dtype) == np.int64 and _integers(value):
                 if node.op == "Expand" and index == 1:
@@ -190,6 +198,13 @@ def emit_sizes(graph: gs.Graph, info: SymbolicInfo) -> None:
                     node.inputs[index] = emitter.vector(list(value))
                 else:
                     node.inputs[index] = emitter.scalar(value.item())
+
+
+def _is_vague(node: gs.Node) -> bool:
+    """Whether a Reshape's constant target leaves a size open that its input's number of elements, which may be 0, does not tell."""
+    target = ir.constant_value(node.inputs[1])
+    dims, out = ir.shape(node.inputs[0]), ir.shape(node.outputs[0])
+    return target is not None and -1 in target and reshape_target(dims, out) is None
 
 
 def _integers(value: Values) -> bool:
