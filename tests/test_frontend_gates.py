@@ -109,3 +109,21 @@ def test_a_branch_may_fail_or_draw_numbers() -> None:
     for taken, index in ((True, 99), (False, 3)):
         feeds = {"x": x, "c": np.asarray(taken), "j": np.full(5, index)}
         assert worst_error(run(model, feeds), run(to_model(graph), feeds)) <= 1e-6
+
+
+def test_views_of_nothing_name_their_sizes() -> None:
+    """Beside a batch of 0, a -1 in a Reshape would say nothing."""
+    model = parser.parse_model("""<ir_version: 9, opset_import: ["": 18]> g
+        (float[N, S] x, bool c) => (float[N, 1, T] y) <int64[3] wide = {0, 1, -1}> {
+            y = If (c) <
+                then_branch = t () => (float[N, 1, S] a) { r = Reshape (x, wide) a = Exp (r) },
+                else_branch = e () => (float[N, 1, U] b) { d = Concat <axis = 1> (x, x) r = Reshape (d, wide) b = Neg (r) }
+            >
+        }""")
+    graph = normalize(load(model))
+    x = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
+    for taken in (True, False):
+        feeds = {"x": x, "c": np.asarray(taken)}
+        (found,), (expected,) = run(to_model(graph), feeds), run(model, feeds)
+        assert found.shape == expected.shape == (3, 1, 5 if taken else 10)
+        assert worst_error([found], [expected]) <= 1e-6
