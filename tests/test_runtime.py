@@ -279,23 +279,6 @@ def test_check_program_under_sanitizers(sanitize: str, tmp_path: Path) -> None:
     _check(_build(tmp_path / "build", sanitize), tmp_path)
 
 
-def test_embed_example(build: Path, tmp_path: Path) -> None:
-    p = handmade.HandPlan()
-    ids = p.input("input_ids", "int64", "batch", "seq")
-    p.input("attention_mask", "int64", "batch", "seq")
-    p.input("token_type_ids", "int64", "batch", "seq")
-    table, hidden = p.constant(handmade.encoder_table()), p.output("last_hidden_state", "float32", "batch", "seq", 6)
-    p.step("gather", [table, ids, hidden], [11, 6], "batch*seq")
-    write(p.bundle(), tmp_path / "m.coda")
-    command = [build / "embed", tmp_path / "m.coda", "1", "5", "9"]
-    result = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    expected = handmade.encoder_table()[[1, 5, 9]].mean(0)
-    np.testing.assert_allclose([float(line) for line in result.stdout.split()], expected, atol=1e-6)
-    failed = subprocess.run([*command[:2], "11"], capture_output=True, text=True)
-    assert failed.returncode == 1 and "index is out of range" in failed.stderr
-
-
 def test_library_is_small_and_alone(build: Path, tmp_path: Path) -> None:
     if not shutil.which("strip") or not shutil.which("ldd"):
         pytest.skip("needs strip and ldd")
