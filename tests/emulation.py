@@ -59,11 +59,22 @@ def _arm64(cpu: str) -> Machine:
 MACHINES: dict[str, tuple[str, Machine]] = {
     "cortex-a72": ("arm64-linux", _arm64("cortex-a72")),
     "neoverse-n1": ("arm64-linux-a76", _arm64("neoverse-n1")),
-    "max": ("arm64-linux-a55", _arm64("max")),
+    "max": ("arm64-linux-n2", _arm64("max")),
     "armv7": ("armv7-linux", _machine("arm", "cortex-a15", "arm-linux-gnueabihf", "arm-linux-gnueabihf")),
     "riscv64": ("riscv64-linux", _machine("riscv64", "rv64", "riscv64-linux-gnu", "riscv64-linux-gnu")),
 }
 """What is emulated: the target that kernels are built for, and the machine that runs them."""
+
+LONGER: dict[str, tuple[str, Machine]] = {
+    "a53": ("arm64-linux-a53", _arm64("cortex-a53")),
+    "a55": ("arm64-linux-a55", _arm64("neoverse-n1")),
+    "x1": ("arm64-linux-x1", _arm64("neoverse-n1")),
+    "a510": ("arm64-linux-a510", _arm64("max")),
+    "v1": ("arm64-linux-v1", _arm64("max")),
+    "v1, vectors of 32 bytes": ("arm64-linux-v1", _arm64("max,sve-max-vq=2")),
+    "android": ("arm64-android", _arm64("cortex-a53")),
+}
+"""What is emulated only if asked for, by ``-m emulated``: the other cores, and other lengths of SVE's vectors."""
 
 
 @cache

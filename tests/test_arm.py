@@ -19,7 +19,7 @@ import test_gemm
 import test_grouped
 import test_half_conversion
 import test_intrinsics
-from emulation import MACHINES, ROOT, Machine, RemoteLibrary, RemoteSession, remote
+from emulation import LONGER, MACHINES, ROOT, Machine, RemoteLibrary, RemoteSession, remote
 
 import coda_edge
 from benchmarks import arm_mca
@@ -31,10 +31,10 @@ from coda_edge.targets import link
 Device = tuple[targets.Target, Machine]
 
 
-@pytest.fixture(params=MACHINES)
+@pytest.fixture(params=[*MACHINES, *(pytest.param(name, marks=pytest.mark.emulated) for name in LONGER)])
 def device(request: pytest.FixtureRequest) -> Device:
     """A target and a machine that runs its kernels."""
-    name, machine = MACHINES[request.param]
+    name, machine = (MACHINES | LONGER)[request.param]
     if machine.lacks:
         pytest.skip(machine.lacks)
     return targets.get(name), machine
@@ -252,7 +252,7 @@ def test_a_bundle_for_another_machine_is_refused(device: Device) -> None:
         session.run({name: np.zeros(6, np.float32) for name in ("ids", "bias")})
 
 
-@pytest.mark.parametrize("name", ["cortex-a72", "armv7"])
+@pytest.mark.parametrize("name", ["cortex-a72", "armv7", pytest.param("riscv64", marks=pytest.mark.emulated)])
 def test_cross_build(name: str, tmp_path: Path) -> None:
     """The toolchain of docs/embed.md: a small library, and the runtime's own check passes on the machine."""
     machine = MACHINES[name][1]
