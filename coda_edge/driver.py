@@ -105,7 +105,7 @@ def optimize(
     parts: list[LevelParts] = []
     for number, (one, made) in enumerate(zip(chosen, (lowered, *others), strict=True)):
         tell("build kernels", number / len(chosen))
-        library = one.build(made.kernels, lambda share, at=number: tell("build kernels", (at + share) / len(chosen)))
+        library = one.build(made.kernels, partial(_tell_share, tell, number, len(chosen)))
         level = plans.Level(one.name, one.features, made.plan, library)
         parts.append(LevelParts(level, made.constants, made.stored))
     names = ranked(chosen)
@@ -146,6 +146,10 @@ def optimize(
         seconds=time.perf_counter() - start,
     )
     return Optimized(bundle, exported, report)
+
+
+def _tell_share(tell: Progress, number: int, count: int, share: float) -> None:
+    tell("build kernels", (number + share) / count)
 
 
 def _remarks(loaded: onnx.ModelProto, graph: gs.Graph) -> list[str]:
