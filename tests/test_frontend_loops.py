@@ -133,3 +133,17 @@ ENDS = """body = b (int64 i, bool c, float[B, 6] s) => (bool on, float[B, 6] r) 
 def test_what_is_refused_says_why_and_the_way_out(why: str) -> None:
     with pytest.raises(UnsupportedOperator, match=rf"operator Loop .*{why}.*--shape"):
         normalize(load(_parse(REFUSED[why].format(body=BODY, ends=ENDS))))
+
+
+def test_what_is_written_out_reads_what_stands_around_it_alone() -> None:
+    """The body that is gone is no reader of the weights any more."""
+    graph = normalize(
+        load(
+            _parse("""(float[B, 2] x) => (float[B, 2] y) <int64 m = {3}> {
+                w = Exp (x)
+                y = Loop (m, , x) < body = b (int64 i, bool c, float[B, 2] s) => (bool on, float[B, 2] r) { on = Identity (c) r = Mul (s, w) } >
+            }""")
+        )
+    )
+    (exp,) = (n for n in graph.nodes if n.op == "Exp")
+    assert len(exp.outputs[0].outputs) == 3

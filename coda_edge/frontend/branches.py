@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 
 import numpy as np
@@ -131,12 +131,25 @@ def inline_branches(graph: gs.Graph, info: SymbolicInfo) -> int:
     for node in found:
         if node.op not in _WRITTEN:
             raise UnsupportedOperator(node.op, node.name, f"it works on sequences: {_ADVICE}")
-        outputs = list(node.outputs)
+        outputs, nested = list(node.outputs), [g for g in node.attrs.values() if isinstance(g, gs.Graph)]
         results = _WRITTEN[node.op](emitter, info, node)
         ir.remove_nodes(graph, [node])
+        moved = {id(n) for n in graph.nodes}
+        for inner in nested:
+            _unlink(inner, moved)
         for old, new in zip(outputs, results, strict=True):
             emitter.editor.replace(old, new)
     return len(found)
+
+
+def _unlink(graph: gs.Graph, kept: Set[int]) -> None:
+    """Makes the nodes of ``graph``, but those ``kept``, readers of nothing: what stands around them has no reader in them any more."""
+    for node in graph.nodes:
+        if id(node) not in kept:
+            for inner in node.attrs.values():
+                if isinstance(inner, gs.Graph):
+                    _unlink(inner, kept)
+            node.inputs.clear()
 
 
 def _choice(emitter: SizeEmitter, info: SymbolicInfo, node: gs.Node) -> list[ir.Tensor]:
