@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 import numpy as np
 import onnx
@@ -24,7 +25,7 @@ import onnx_graphsurgeon as gs
 
 from .. import ir
 from ..epilogue.builder import Builder
-from ..epilogue.program import Argument, EpilogueProgram, Kind
+from ..epilogue.program import Argument, EpilogueProgram, Kind, Param
 from ..ranges import ANY, Interval, of_array, of_body, of_program
 from ..targets import Target, get
 from ..weights import FactoredConstant
@@ -247,13 +248,29 @@ def _in_integers(editor: ir.GraphEditor, gemm: gs.Node, tensor: gs.Variable, shi
         total = builder.add("sub", total, builder.param("shifts", Kind.COL, "i32"))
         sums = shift * weights.sum(0, dtype=np.int64)
         operands.append(editor.constant(f"{gemm.name}.shifts", sums.astype(np.int32)))
+    program, whole = _with_whole_sums(program)
     bindings: dict[str, Argument] = {p.name: p.name for p in params}
-    values = builder.inline(program, {**bindings, acc.name: builder.add("cast", total, to="f32")})
+    bindings |= {acc.name: builder.add("cast", total, to="f32"), whole: total}
+    values = builder.inline(program, bindings)
     for output in program.outputs:
         builder.output_like(output, values[output.name])
     matrix = editor.constant(f"{gemm.inputs[1].name}.bytes", weights)
     gemm.inputs = [tensor, matrix, *operands]
     gemm.attrs = {**gemm.attrs, "epilogue": str(builder.build()), "zero": shift}
+
+
+def _with_whole_sums(program: EpilogueProgram) -> tuple[EpilogueProgram, str]:
+    """``program`` with a parameter, whose name is the other result, in place of what it casts from the accumulator to int32."""
+    acc = program.params[0]
+    whole = next(name for name in (f"{acc.name}_{i}" for i in count()) if name not in program.kinds())
+    casts = {s.result for s in program.steps if (s.op, s.args, s.attrs) == ("cast", (acc.name,), (("to", "i32"),))}
+    steps = (
+        replace(s, args=tuple(whole if a in casts else a for a in s.args))
+        for s in program.steps
+        if s.result not in casts
+    )
+    outputs = tuple(replace(o, value=whole) if o.value in casts else o for o in program.outputs)
+    return EpilogueProgram((*program.params, Param(whole, Kind.TILE, "i32")), tuple(steps), outputs), whole
 
 
 def _copied(graph: gs.Graph) -> gs.Graph:
