@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
@@ -46,7 +47,7 @@ def of_array(values: Array) -> Interval:
     return Interval(float(values.min()), float(values.max()), bool(np.all(values == np.rint(values))))
 
 
-def of_dtype(dtype: np.dtype[np.generic]) -> Interval:
+def of_dtype(dtype: np.dtype[Any]) -> Interval:
     """What is known of any element of a tensor of ``dtype``."""
     if dtype.kind not in "iu":
         return ANY
@@ -103,7 +104,7 @@ def _unknown(args: Sequence[Interval]) -> Interval:
     return ANY
 
 
-def _cast(x: Interval, dtype: np.dtype[np.generic]) -> Interval:
+def _cast(x: Interval, dtype: np.dtype[Any]) -> Interval:
     if dtype.kind == "f":
         return x if x.whole and x.finite and max(-x.low, x.high) <= 256 else ANY
     limits = of_dtype(dtype)
