@@ -93,7 +93,7 @@ class Target:
             known = ", ".join(t.name for t in targets().values() if t.loadable)
             raise TargetError(
                 f"target '{self.name}' has no libraries of kernels that a runtime loads, as {self.system} programs have them linked in: "
-                f"take the object that Target.objects makes, or one of the targets {known}"
+                f"take `coda-edge package --form static`, or one of the targets {known}"
             )
         unique = _unique(kernels)
         return link_shared(compile_each(list(unique.values()), self.tvm, progress), tuple(unique), self.triple)
