@@ -83,16 +83,26 @@ def _canonical(dim: sympy.Expr) -> Dim:
 def _rounded(term: sympy.Expr) -> sympy.Expr:
     """The one form of a rounded quotient: floor((a - 1)/2) is floor(a/2 + 1/2) - 1, and ceiling(a/2) is floor(a/2 + 1/2).
 
-    A whole number over a whole number is rounded once, however it was cut: floor(floor(a/2)/3) is floor(a/6).
-    Whatever is divided is then rarely negative, so that integer division gives it whichever way it rounds.
+    A whole number over a whole number is rounded once, however it was cut: floor(floor(a/2)/3) is floor(a/6). What only falls as sizes grow is turned
+    round: floor(-a/2) is -floor(a/2 + 1/2). Whatever is divided is then rarely negative, so that integer division gives it whichever way it rounds.
     """
     quotient = term.args[0]
     if isinstance(term, sympy.ceiling):
-        numerator, denominator = sympy.fraction(sympy.together(quotient))
-        quotient = (numerator + denominator - 1) / denominator
+        quotient = _raised(quotient)
     quotient = _rounded_once(sympy.expand(quotient))
-    whole = sympy.floor(quotient.as_coeff_Add()[0])
+    number, rest = quotient.as_coeff_Add()
+    if all(part.as_coeff_Mul()[0].is_negative for part in sympy.Add.make_args(rest)):
+        number, rest = sympy.expand(_raised(-quotient)).as_coeff_Add()
+        whole = sympy.floor(number)
+        return -(sympy.floor(number - whole + rest) + whole)
+    whole = sympy.floor(number)
     return sympy.floor(quotient - whole) + whole
+
+
+def _raised(quotient: sympy.Expr) -> sympy.Expr:
+    """What has the ceiling of a quotient of whole numbers for its floor."""
+    numerator, denominator = sympy.fraction(sympy.together(quotient))
+    return (numerator + denominator - 1) / denominator
 
 
 def _rounded_once(quotient: sympy.Expr) -> sympy.Expr:

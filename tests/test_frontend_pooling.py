@@ -51,6 +51,13 @@ POOLS: dict[str, tuple[str, dict[str, Any]]] = {
         {"kernel_shape": [4, 3], "strides": [3, 2], "pads": [1, 1, 1, 1], "ceil_mode": 1},
     ),
     "max, rounded up": ("MaxPool", {"kernel_shape": [3, 2], "strides": [2, 2], "ceil_mode": 1}),
+    "max, same": ("MaxPool", {"kernel_shape": [3, 2], "strides": [2, 2], "auto_pad": "SAME_UPPER"}),
+    "average, same": ("AveragePool", {"kernel_shape": [4, 1], "strides": [3, 2], "auto_pad": "SAME_LOWER"}),
+    "average, same, padding counted": (
+        "AveragePool",
+        {"kernel_shape": [3, 3], "strides": [2, 1], "auto_pad": "SAME_UPPER", "count_include_pad": 1},
+    ),
+    "norm, same": ("LpPool", {"kernel_shape": [3, 3], "strides": [2, 3], "auto_pad": "SAME_LOWER", "p": 1}),
 }
 
 
@@ -61,6 +68,16 @@ def test_pool(name: str) -> None:
     assert op not in done.ops() and set(done.ops()) == {"Map"}
     for shape in ((2, 3, 7, 9), (1, 3, 6, 6)):
         assert done.error({"x": normal(*shape)}) < 1e-6
+
+
+def test_pool_of_a_static_and_a_dynamic_size() -> None:
+    """SAME at a stride along both: what the static one asks for is a number."""
+    attributes: dict[str, Any] = {"kernel_shape": [3, 3], "strides": [2, 2], "auto_pad": "SAME_UPPER"}
+    for op in ("MaxPool", "AveragePool"):
+        done = rewrite(_node(op, ["n", 3, 7, "w"], {}, **attributes), PIPELINE)
+        assert op not in done.ops()
+        for width in (1, 6, 9):
+            assert done.error({"x": normal(2, 3, 7, width)}) < 1e-6
 
 
 LARGE: dict[str, tuple[str, dict[str, Any], list[Any], set[str]]] = {

@@ -43,33 +43,17 @@ class _Rows:
 
 @decomposition("Conv")
 def _same_of_dynamic_size(b: Builder) -> ir.Tensor | None:
-    """``auto_pad`` SAME at a stride, of a dynamic size n: ``(⌈n/stride⌉ - 1)·stride + reach - n`` zeros in front of a plain Conv.
-
-    Applies where a window is one element or reaches as far as the stride, so that there is nothing to clamp at 0.
-    """
+    """``auto_pad`` SAME at a stride, of a dynamic size: a Pad in front of a plain Conv."""
     kernel = ir.shape(b.node.inputs[1])[2:]
     if not all(isinstance(k, int) for k in kernel) or window_of(b, tuple(int(k) for k in kernel)) is not None:
         return None
-    strides, dilations = (b.attr(name, None) or [1] * len(kernel) for name in ("strides", "dilations"))
-    reaches = [d * (int(k) - 1) + 1 for d, k in zip(dilations, kernel, strict=True)]
-    if any(1 < reach < stride for reach, stride in zip(reaches, strides, strict=True)):
+    found = same_pads(b, tuple(int(k) for k in kernel))
+    if found is None:
         return None
-    less: list[ir.Tensor] = []
-    more: list[ir.Tensor] = []
-    for axis, (reach, stride) in enumerate(zip(reaches, strides, strict=True), 2):
-        if reach == 1:
-            less.append(b.tensor([0]))
-            more.append(b.tensor([0]))
-            continue
-        size = b("Shape", b.node.inputs[0], start=axis, end=axis + 1)
-        steps = _int64(b, "Div", _int64(b, "Add", size, stride - 1), stride)
-        total = b("Sub", _int64(b, "Add", _int64(b, "Mul", steps, stride), reach - stride), size)
-        less.append(_int64(b, "Div", total, 2))
-        more.append(b("Sub", total, less[-1]))
-    before, after = (less, more) if b.attr("auto_pad", "") == "SAME_UPPER" else (more, less)
-    pads = b("Concat", *before, *after, axis=0)
-    x = b("Pad", b.node.inputs[0], pads, 0.0, list(range(2, b.rank())))
-    return b("Conv", x, *b.node.inputs[1:], strides=strides, dilations=dilations, group=b.attr("group", 1))
+    before, after = found
+    x = b("Pad", b.node.inputs[0], target(b, [*before, *after]), 0.0, list(range(2, b.rank())))
+    attributes = {name: b.attr(name, None) or [1] * len(kernel) for name in ("strides", "dilations")}
+    return b("Conv", x, *b.node.inputs[1:], **attributes, group=b.attr("group", 1))
 
 
 @decomposition("Conv")
@@ -87,12 +71,12 @@ def _conv(b: Builder) -> ir.Tensor | None:
     y = b("MatMul", gathered.rows, matrix)
     bias = b.input(2)
     y = y if bias is None else b("Add", y, bias)
-    y = y if gathered.grid is None else b("Reshape", y, _target(b, [0, *gathered.grid, weight.shape[0]]))
+    y = y if gathered.grid is None else b("Reshape", y, target(b, [0, *gathered.grid, weight.shape[0]]))
     return b("Transpose", y, perm=[0, b.rank() - 1, *range(1, b.rank() - 1)])
 
 
 def window_of(b: Builder, kernel: tuple[int, ...]) -> Window | None:
-    """The window of a Conv; None where its padding depends on a dynamic size."""
+    """The window of a Conv or a pool; None where its padding depends on a dynamic size."""
     count = len(kernel)
     strides = tuple(b.attr("strides", None) or [1] * count)
     dilations = tuple(b.attr("dilations", None) or [1] * count)
@@ -101,17 +85,43 @@ def window_of(b: Builder, kernel: tuple[int, ...]) -> Window | None:
         pads = b.attr("pads", None) if auto == "NOTSET" else None
         pads = pads or [0] * (2 * count)
         return Window(kernel, strides, dilations, tuple(pads[:count]), tuple(pads[count:]))
-    totals = []
-    for dim, size, stride, dilation in zip(ir.shape(b.node.inputs[0])[2:], kernel, strides, dilations, strict=True):
-        reach = dilation * (size - 1) + 1
-        if isinstance(dim, int):
-            totals.append(max((-(-dim // stride) - 1) * stride + reach - dim, 0))
-        elif stride == 1 or reach == 1:
-            totals.append(reach - 1)
-        else:
+    sizes = zip(ir.shape(b.node.inputs[0])[2:], kernel, strides, strict=True)
+    if any(not isinstance(dim, int) and size > 1 and stride > 1 for dim, size, stride in sizes):
+        return None
+    found = same_pads(b, kernel)
+    if found is None:
+        return None
+    before, after = (tuple(n for n in pads if isinstance(n, int)) for pads in found)
+    return Window(kernel, strides, dilations, before, after)
+
+
+def same_pads(b: Builder, kernel: tuple[int, ...]) -> tuple[list[Dim | ir.Tensor], list[Dim | ir.Tensor]] | None:
+    """What ``auto_pad`` SAME puts before and after each spatial axis: of n elements, ``(⌈n/stride⌉ - 1)·stride + reach - n`` in all.
+
+    Numbers, or int64 ``[1]`` tensors where a dynamic size decides. None where such a size leads to less than nothing, as where a window of several
+    elements does not reach as far as the stride.
+    """
+    count = len(kernel)
+    less: list[Dim | ir.Tensor] = []
+    more: list[Dim | ir.Tensor] = []
+    strides, dilations = (b.attr(name, None) or [1] * count for name in ("strides", "dilations"))
+    dims = ir.shape(b.node.inputs[0])[2:]
+    for axis, (dim, taps, stride, dilation) in enumerate(zip(dims, kernel, strides, dilations, strict=True), 2):
+        reach = dilation * (taps - 1) + 1
+        if isinstance(dim, int) or stride == 1 or reach == 1:
+            total = max((-(-dim // stride) - 1) * stride + reach - dim, 0) if isinstance(dim, int) else reach - 1
+            less.append(total // 2)
+            more.append(total - total // 2)
+            continue
+        if reach < stride:
             return None
-    less, more = tuple(t // 2 for t in totals), tuple(t - t // 2 for t in totals)
-    return Window(kernel, strides, dilations, *((less, more) if auto == "SAME_UPPER" else (more, less)))
+        size = b("Shape", b.node.inputs[0], start=axis, end=axis + 1)
+        steps = _int64(b, "Div", _int64(b, "Add", size, stride - 1), stride)
+        computed = b("Sub", _int64(b, "Add", _int64(b, "Mul", steps, stride), reach - stride), size)
+        half = _int64(b, "Div", computed, 2)
+        less.append(half)
+        more.append(b("Sub", computed, half))
+    return (less, more) if b.attr("auto_pad", "") == "SAME_UPPER" else (more, less)
 
 
 def _rows(b: Builder, window: Window) -> _Rows | None:
@@ -152,7 +162,7 @@ def _patches(b: Builder, window: Window) -> _Rows:
         cells = _int64(b, "Div", b("Shape", b.node.inputs[0], start=axis, end=axis + 1), size)
         x = b("Slice", x, [0], _int64(b, "Mul", cells, size), [axis])
         grid.append(cells)
-    split = b("Reshape", x, _target(b, [0, 0, *itertools.chain(*zip(grid, window.kernel, strict=True))]))
+    split = b("Reshape", x, target(b, [0, 0, *itertools.chain(*zip(grid, window.kernel, strict=True))]))
     order = [0, *(2 + 2 * i for i in range(count)), 1, *(3 + 2 * i for i in range(count))]
     turned = b("Transpose", split, perm=order)
     return _Rows(b("Reshape", turned, [0, -1, channels * window.taps]), False, grid)
@@ -162,8 +172,8 @@ def _int64(b: Builder, op: str, x: ir.Tensor, number: int) -> ir.Tensor:
     return b(op, x, b.editor.constant(f"{b.node.outputs[0].name}.size", np.array([number], np.int64)))
 
 
-def _target(b: Builder, dims: list[Dim | ir.Tensor]) -> ir.Tensor:
-    """A Reshape target of numbers and of int64 ``[1]`` tensors."""
+def target(b: Builder, dims: list[Dim | ir.Tensor]) -> ir.Tensor:
+    """A Reshape target, or pads, of numbers and of int64 ``[1]`` tensors."""
     if all(isinstance(d, int) for d in dims):
         return b.tensor([d for d in dims if isinstance(d, int)])
     return b("Concat", *([d] if isinstance(d, int) else d for d in dims), axis=0)

@@ -11,7 +11,6 @@ Sources: ONNX operators of these names, opsets 18 to 22.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,9 @@ import numpy as np
 
 from .. import ir
 from ..symbolic import Dim
+from ..window import Window
 from .builder import Builder, decomposition
+from .convolution import same_pads, target, window_of
 from .sizes import TO_END
 
 # Each tap is an operand of an elementwise chain; windows of more go axis by axis.
@@ -29,86 +30,97 @@ _REDUCE = {"Add": "ReduceSum", "Max": "ReduceMax"}
 
 
 @dataclass(frozen=True)
-class _Window:
-    """What a pool does along each spatial axis of ``sizes``. ``extra``: behind the padding, where a last window reaches beyond it."""
+class _Pool:
+    """What a pool does along the spatial axes of ``sizes``.
+
+    ``extra``: elements behind the padding, where a last window reaches beyond it. ``pads``: of all axes, those of batch and channels
+    too, in front and then behind, where a dynamic size decides them; ``window`` then has the others only.
+    """
 
     sizes: tuple[Dim, ...]
-    kernel: tuple[int, ...]
-    strides: tuple[int, ...]
-    dilations: tuple[int, ...]
-    before: tuple[int, ...]
-    after: tuple[int, ...]
+    window: Window
     extra: tuple[int, ...]
+    pads: ir.Tensor | None = None
+
+    @property
+    def padded(self) -> bool:
+        """Whether a window may reach beyond what there is."""
+        return self.window.padded or any(self.extra) or self.pads is not None
 
 
 @decomposition("MaxPool", "AveragePool", "LpPool")
-def _pool(b: Builder) -> ir.Tensor | None:
-    window = _window(b) if len(b.node.outputs) == 1 else None
-    if window is None:
+def _pooled(b: Builder) -> ir.Tensor | None:
+    pool = _pool(b) if len(b.node.outputs) == 1 else None
+    if pool is None:
         return None
     x, op = b.node.inputs[0], b.node.op
     if op == "MaxPool":
         kind = np.dtype(b.dtype)
-        return _taps(b, x, window, -np.inf if kind.kind == "f" else np.iinfo(kind).min, "Max")
+        return _taps(b, x, pool, -np.inf if kind.kind == "f" else np.iinfo(kind).min, "Max")
     if op == "AveragePool":
-        return b("Div", _taps(b, x, window, 0.0, "Add"), _count(b, window))
+        return b("Div", _taps(b, x, pool, 0.0, "Add"), _count(b, pool))
     p = float(b.attr("p", 2))
     if p == 2:
-        return b("Sqrt", _taps(b, b("Mul", x, x), window, 0.0, "Add"))
-    total = _taps(b, b("Pow", b("Abs", x), p), window, 0.0, "Add")
+        return b("Sqrt", _taps(b, b("Mul", x, x), pool, 0.0, "Add"))
+    total = _taps(b, b("Pow", b("Abs", x), p), pool, 0.0, "Add")
     return total if p == 1 else b("Pow", total, 1 / p)
 
 
-def _window(b: Builder) -> _Window | None:
-    """None where its padding depends on a dynamic size."""
+def _pool(b: Builder) -> _Pool | None:
+    """None where a dynamic size decides padding in a way that is not written out here."""
     kernel = tuple(b.attr("kernel_shape", None) or [])
-    count = len(kernel)
-    strides = tuple(b.attr("strides", None) or [1] * count)
-    dilations = tuple(b.attr("dilations", None) or [1] * count)
-    pads = list(b.attr("pads", None) or [0] * (2 * count))
-    auto, ceiling = b.attr("auto_pad", "NOTSET"), b.attr("ceil_mode", 0)
-    extra = [0] * count
-    for axis, dim in enumerate(ir.shape(b.node.inputs[0])[2:]):
-        stride, reach = strides[axis], dilations[axis] * (kernel[axis] - 1) + 1
-        if auto in ("SAME_UPPER", "SAME_LOWER"):
-            if not isinstance(dim, int) and stride != 1:
+    sizes = ir.shape(b.node.inputs[0])[2:]
+    none = (0,) * len(kernel)
+    window = window_of(b, kernel)
+    if window is None:
+        found = same_pads(b, kernel)
+        if found is None:
+            return None
+        known = [tuple(n if isinstance(n, int) else 0 for n in side) for side in found]
+        strides, dilations = (tuple(b.attr(n, None) or [1] * len(kernel)) for n in ("strides", "dilations"))
+        pads = target(b, [0, 0, *found[0], 0, 0, *found[1]])
+        return _Pool(sizes, Window(kernel, strides, dilations, *known), none, pads)
+    if not b.attr("ceil_mode", 0) or b.attr("auto_pad", "NOTSET") in ("SAME_UPPER", "SAME_LOWER"):
+        return _Pool(sizes, window, none)
+    extra = list(none)
+    for axis, dim in enumerate(sizes):
+        stride, reach, before, after = (
+            values[axis] for values in (window.strides, window.reach, window.before, window.after)
+        )
+        if stride == 1:
+            continue
+        if not isinstance(dim, int):
+            # Then no window starts in the padding at the end, and this much makes one more where elements are left.
+            if stride + after > reach:
                 return None
-            total = max((-(-dim // stride) - 1) * stride + reach - dim, 0) if isinstance(dim, int) else reach - 1
-            less, more = total // 2, total - total // 2
-            pads[axis], pads[axis + count] = (less, more) if auto == "SAME_UPPER" else (more, less)
-        elif ceiling and stride != 1:
-            if not isinstance(dim, int):
-                # Then no window starts in the padding at the end, and this much makes one more where elements are left.
-                if stride + pads[axis + count] > reach:
-                    return None
-                extra[axis] = stride - 1
-                continue
-            padded = dim + pads[axis] + pads[axis + count]
-            last = -(-(padded - reach) // stride)
-            # A window that would start in the padding at the end is none.
-            last -= last * stride >= dim + pads[axis]
-            extra[axis] = max(last * stride + reach - padded, 0)
-    sizes = tuple(ir.shape(b.node.inputs[0])[2:])
-    return _Window(sizes, kernel, strides, dilations, tuple(pads[:count]), tuple(pads[count:]), tuple(extra))
+            extra[axis] = stride - 1
+            continue
+        padded = dim + before + after
+        last = -(-(padded - reach) // stride)
+        # A window that would start in the padding at the end is none.
+        last -= last * stride >= dim + before
+        extra[axis] = max(last * stride + reach - padded, 0)
+    return _Pool(sizes, window, tuple(extra))
 
 
-def _taps(b: Builder, y: ir.Tensor, window: _Window, fill: float, op: str) -> ir.Tensor:
+def _taps(b: Builder, y: ir.Tensor, pool: _Pool, fill: float, op: str) -> ir.Tensor:
     """``op`` over each window of ``y``; one axis after the other where a window has many elements."""
-    alone = [axis for axis in range(len(window.kernel)) if _windows(window, axis) == 1 and window.dilations[axis] == 1]
-    if alone:
+    window = pool.window
+    alone = [axis for axis in range(len(window.kernel)) if _windows(pool, axis) == 1 and window.dilations[axis] == 1]
+    if alone and pool.pads is None:
         ends = [window.kernel[axis] - window.before[axis] for axis in alone]
         y = b(_REDUCE[op], b("Slice", y, [0] * len(alone), ends, [2 + axis for axis in alone]), [2 + a for a in alone])
         if len(alone) == len(window.kernel):
             return y
-        window = _without(window, alone)
-    after = [a + e for a, e in zip(window.after, window.extra, strict=True)]
-    if any((*window.before, *after)):
-        y = _padded(b, y, window.before, after, fill)
+        pool = _without(pool, alone)
+        window = pool.window
+    if pool.padded:
+        y = _padded(b, y, pool, fill)
     count = len(window.kernel)
-    axes = [[axis] for axis in range(count)] if math.prod(window.kernel) > _MOST_TAPS else [list(range(count))]
+    axes = [[axis] for axis in range(count)] if window.taps > _MOST_TAPS else [list(range(count))]
     for group in axes:
         total: ir.Tensor | None = None
-        for tap in itertools.product(*(_inside(window, axis) for axis in group)):
+        for tap in itertools.product(*(_inside(pool, axis) for axis in group)):
             starts = [t * window.dilations[axis] for t, axis in zip(tap, group, strict=True)]
             left = [(window.kernel[a] - 1 - t) * window.dilations[a] for t, a in zip(tap, group, strict=True)]
             ends = [-e if e else TO_END for e in left]
@@ -119,17 +131,18 @@ def _taps(b: Builder, y: ir.Tensor, window: _Window, fill: float, op: str) -> ir
     return y
 
 
-def _windows(window: _Window, axis: int) -> int | None:
+def _windows(pool: _Pool, axis: int) -> int | None:
     """How many there are along a static axis."""
-    size, reach = window.sizes[axis], window.dilations[axis] * (window.kernel[axis] - 1) + 1
+    size, window = pool.sizes[axis], pool.window
     if not isinstance(size, int):
         return None
-    return (size + window.before[axis] + window.after[axis] + window.extra[axis] - reach) // window.strides[axis] + 1
+    padded = size + window.before[axis] + window.after[axis] + pool.extra[axis]
+    return (padded - window.reach[axis]) // window.strides[axis] + 1
 
 
-def _inside(window: _Window, axis: int) -> list[int]:
+def _inside(pool: _Pool, axis: int) -> list[int]:
     """The taps that are not in the padding of every window."""
-    count, size = _windows(window, axis), window.sizes[axis]
+    count, size, window = _windows(pool, axis), pool.sizes[axis], pool.window
     taps = range(window.kernel[axis])
     if count is None:
         return list(taps)
@@ -138,38 +151,34 @@ def _inside(window: _Window, axis: int) -> list[int]:
     return [t for t in taps if any(0 <= first[t] + at < size for at in range(0, last + 1, window.strides[axis]))]
 
 
-def _without(window: _Window, done: Sequence[int]) -> _Window:
-    """``window`` where axes ``done`` have one element each."""
+def _without(pool: _Pool, done: Sequence[int]) -> _Pool:
+    """``pool`` where axes ``done`` have one element each."""
 
-    def at(values: tuple[Any, ...], one: int) -> tuple[Any, ...]:
+    def at(values: Sequence[Any], one: int) -> tuple[Any, ...]:
         return tuple(one if axis in done else value for axis, value in enumerate(values))
 
-    return _Window(
-        at(window.sizes, 1),
-        at(window.kernel, 1),
-        at(window.strides, 1),
-        at(window.dilations, 1),
-        at(window.before, 0),
-        at(window.after, 0),
-        at(window.extra, 0),
-    )
+    w = pool.window
+    window = Window(at(w.kernel, 1), at(w.strides, 1), at(w.dilations, 1), at(w.before, 0), at(w.after, 0))
+    return _Pool(at(pool.sizes, 1), window, at(pool.extra, 0))
 
 
-def _padded(b: Builder, y: ir.Tensor, before: Sequence[int], after: Sequence[int], fill: float) -> ir.Tensor:
-    return b("Pad", y, [0, 0, *before, 0, 0, *after], b.editor.constant("fill", np.asarray(fill, b.dtype)))
+def _padded(b: Builder, y: ir.Tensor, pool: _Pool, fill: float) -> ir.Tensor:
+    after = [a + e for a, e in zip(pool.window.after, pool.extra, strict=True)]
+    pads = [0, 0, *pool.window.before, 0, 0, *after] if pool.pads is None else pool.pads
+    return b("Pad", y, pads, b.editor.constant("fill", np.asarray(fill, b.dtype)))
 
 
-def _count(b: Builder, window: _Window) -> ir.Tensor | float:
+def _count(b: Builder, pool: _Pool) -> ir.Tensor | float:
     """How many elements each window averages."""
-    whole = bool(b.attr("count_include_pad", 0))
-    if not any(window.extra) and (whole or not any((*window.before, *window.after))):
-        return float(math.prod(window.kernel))
+    window, whole = pool.window, bool(b.attr("count_include_pad", 0))
+    if not any(pool.extra) and (whole or not pool.padded):
+        return float(window.taps)
     count = len(window.kernel)
     one = b.editor.constant("one", np.ones([1] * (count + 2), b.dtype))
     ones: ir.Tensor = b("Expand", one, b("Concat", [1, 1], b("Shape", b.node.inputs[0], start=2), axis=0))
     if whole:
-        ones = _padded(b, ones, window.before, window.after, 1.0)
         none = (0,) * count
-        sizes = tuple(s + x + y for s, x, y in zip(window.sizes, window.before, window.after, strict=True))
-        window = replace(window, sizes=sizes, before=none, after=none)
-    return _taps(b, ones, window, 0.0, "Add")
+        ones = _padded(b, ones, replace(pool, extra=none), 1.0)
+        sizes = tuple(s + x + y for s, x, y in zip(pool.sizes, window.before, window.after, strict=True))
+        pool = replace(pool, sizes=sizes, window=replace(window, before=none, after=none))
+    return _taps(b, ones, pool, 0.0, "Add")
