@@ -150,9 +150,7 @@ def test_other_bytes_are_no_object() -> None:
 def test_systems_without_libraries_say_what_there_is() -> None:
     windows = targets.get("x86-64-windows")
     assert not windows.loadable and windows.missing()[0] == "windows"
-    with pytest.raises(
-        TargetError, match=r"'x86-64-windows' has no libraries of kernels .* --form static.*x86-64-v3"
-    ):
+    with pytest.raises(TargetError, match=r"'x86-64-windows' has no libraries of kernels .* --form static.*x86-64-v3"):
         windows.build([doubling("two", 8)])
 
 

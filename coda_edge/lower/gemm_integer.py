@@ -28,8 +28,11 @@ WORD = 4
 """Steps of K in a word."""
 
 
-def multiply_words(tile: Tile, pieces: Pieces, prefetch: Callable[[Expr, Expr], None]) -> None:
-    """The products of a tile of ``pieces``, to its accumulators; ``prefetch`` asks for a share of the panel behind the one that starts at an element."""
+def multiply_words(tile: Tile, pieces: Pieces, prefetch: Callable[[Expr, Expr, int], None]) -> None:
+    """The products of a tile of ``pieces``, to its accumulators.
+
+    ``prefetch`` asks for a share, of so many steps, of the panel behind the one that starts at an element.
+    """
     body, left, schedule, place = tile.body, tile.kernel.left, tile.kernel.schedule, tile.place
     panel = tile.kernel.weight.panel(body, tile.panel, schedule.width, tile.columns.width)
     sure = place.sure
@@ -48,12 +51,12 @@ def multiply_words(tile: Tile, pieces: Pieces, prefetch: Callable[[Expr, Expr], 
                 _steps(tile, step, starts, first + group * schedule.unroll, schedule.unroll)
             _steps(tile, step, starts, index(first + whole * schedule.unroll), single)
 
-        per_block = max(1, schedule.stride // WORD)
+        per_block = max(schedule.unroll, schedule.stride // WORD)
         blocks, single = divmod(words, per_block)
         if blocks and schedule.prefetch:
             number = place.number * left.count + run
             with body.loop(0, blocks, "k_block") as block:
-                prefetch(panel.start, number * blocks + block)
+                prefetch(panel.start, number * blocks + block, per_block * WORD)
                 steps(block * per_block, per_block)
             steps(blocks * per_block, single)
         else:
