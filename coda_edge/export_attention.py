@@ -122,7 +122,8 @@ def _repeated(emitter: Emitter, name: str, q: Tensor, kv: Tensor) -> str:
         return name
     grouped = emitter.node("Unsqueeze", name, emitter.ints([2]))
     repeated = emitter.node("Expand", grouped, emitter.ints([1, 1, heads // kv_heads, 1, 1]))
-    return emitter.node("Reshape", repeated, emitter.ints([0, heads, -1, depth]))
+    ends = [emitter.ints([0, heads]), emitter.node("Shape", name, start=2, end=3), emitter.ints([depth])]
+    return emitter.node("Reshape", repeated, emitter.node("Concat", *ends, axis=0))
 
 
 def _element_type(tensor: Tensor) -> int:

@@ -83,6 +83,9 @@ def test_a_merged_decoder_built() -> None:
     """It is verified, too: sizes that data decides are those of onnxruntime."""
     model = _merged()
     made = coda_edge.optimize(model)
+    for case in CASES:
+        feeds = _feeds(*case)
+        assert worst_error(run(model, feeds), run(made.model, feeds)) <= 1e-6, case
     for threads in (1, 2):
         with coda_edge.Session(to_bytes(made.bundle), threads=threads) as session:
             for case in CASES:

@@ -59,7 +59,7 @@ def emit_onnx(
             names[param.name] = _repeat(emitter, program, param, names[param.name], columns)
     for step in program.steps:
         names.update(_emit_step(emitter, program, step, names, dtypes))
-    stored = [_emit_output(emitter, output, names[output.value]) for output in program.outputs]
+    stored = [_emit_output(emitter, program, output, names[output.value], columns) for output in program.outputs]
     emitter.name_results(stored, outputs)
     return emitter.nodes
 
@@ -148,12 +148,14 @@ def _repeat(emitter: Emitter, program: EpilogueProgram, param: Param, operand: s
     return emitter.node("Reshape", emitter.node("Expand", apart, emitter.ints([count, 1])), shape)
 
 
-def _emit_output(emitter: Emitter, output: Output, value: str) -> str:
+def _emit_output(emitter: Emitter, program: EpilogueProgram, output: Output, value: str, columns: int | None) -> str:
     if output.columns:
         start, end = output.columns
         value = emitter.node("Slice", value, emitter.ints([start]), emitter.ints([end]), emitter.ints([-1]))
     if output.heads:
-        count = (output.columns[1] - output.columns[0]) // output.heads if output.columns else -1
+        known = columns is not None or output.columns is not None
+        # Of no rows at all, a -1 would tell nothing.
+        count = program.output_width(output, columns or 0) // output.heads if known else -1
         if output.halves == ((0, output.heads),):
             pairs = emitter.node("Reshape", value, emitter.ints([0, 0, count, output.heads // 2, 2]))
             apart = emitter.node("Transpose", pairs, perm=[0, 2, 1, 4, 3])
