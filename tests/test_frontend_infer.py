@@ -292,6 +292,8 @@ def test_transforms_of_two_kinds_after_each_other() -> None:
         ("floor(floor(floor(t/5)/2)/2) - 1", "floor(t/20) - 1"),
         ("floor((floor(a/2) + b)/3)", "floor((a + 2*b)/6)"),
         ("ceiling(floor(t/2)/2)", "floor((t + 2)/4)"),
+        ("floor(1/2 - t/2)", "-floor(t/2)"),
+        ("floor(a - t/3)", "a - floor(t/3 + 2/3)"),
     ],
 )
 def test_rounded_quotients_of_rounded_quotients_are_one(nested: str, once: str) -> None:
