@@ -21,7 +21,7 @@ enum {
   MAX_INPUT = 1 << 16,
   MAX_KERNELS = 64,
   MAX_TENSORS = 16,
-  MAX_MEMORY = 64 << 20, /* more is refused, as a small machine would */
+  MAX_MEMORY = 1 << 20, /* more is refused, as a small machine would */
   DATA = 1 << 16,
   PREFIX = 32,
   ENTRY = 56,
