@@ -58,7 +58,7 @@ def target(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[targets.
         module.built.cache_clear()
 
 
-CROSS = [name for name in targets.targets() if name.startswith(("arm", "riscv"))]
+CROSS = [name for name, found in targets.targets().items() if name.startswith(("arm", "riscv")) and found.loadable]
 
 
 @pytest.mark.parametrize("name", CROSS)
@@ -92,8 +92,8 @@ def test_undefined_symbols_are_found(triple: str, tmp_path: Path) -> None:
 def test_the_loop_of_a_trace() -> None:
     """The block that takes the most instructions; multiply-adds of all kinds are counted."""
     inner = ["fmla\tv0.4s, v1.4s, v2.4s", "subs\tx1, x1, #1", "b.ne\t#4"]
-    trace = ["mov\tx1, x0", *inner, *inner, "cbnz\tx0, #4", "ret"]
-    assert arm_mca.Executed(trace, 2).loop == inner and arm_mca.multiplies(trace) == 2
+    trace = ["mov\tx1, x0", *3 * inner, "cbnz\tx0, #4", "ret"]
+    assert arm_mca.Executed(trace, 3).loop == inner and arm_mca.multiplies(trace) == 3
 
 
 def test_features(device: Device) -> None:
