@@ -39,7 +39,7 @@ clean:
 	rm -rf $(VENV) $(BUILD)
 
 # Editable, so that Python sources are used in place; what the runtime is built from makes it out of date.
-$(VENV)/installed: pyproject.toml CMakeLists.txt $(shell find runtime -name '*.[ch]' -o -name '*.cpp' -o -name CMakeLists.txt)
+$(VENV)/installed: pyproject.toml CMakeLists.txt $(shell find runtime coda_edge/onnxruntime/native -name '*.[ch]' -o -name '*.cpp' -o -name CMakeLists.txt)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -e ".[cross,demo,test,dev]"
 	touch $@
