@@ -91,13 +91,13 @@ class Executed:
     def loop(self) -> list[str]:
         """The block that takes the most instructions of all: the loop over K."""
         blocks: Counter[tuple[str, ...]] = Counter()
-        block: list[str] = []
+        straight: list[str] = []
         for line in self.instructions:
-            block.append(line)
+            straight.append(line)
             if arm_trace.is_branch(line):
-                blocks[tuple(block)] += 1
-                block = []
-        return list(max(blocks, key=lambda found: blocks[found] * len(found)))
+                blocks[tuple(straight)] += 1
+                straight = []
+        return list(max(blocks.items(), key=lambda block: len(block[0]) * block[1])[0])
 
 
 def find_tool(name: str) -> str:
