@@ -33,6 +33,7 @@ class _Engine:
     seconds: Iterator[float]
     output: np.ndarray
     name: str = ""
+    target: str = "some-cpu"
     calls: list[str] = field(default_factory=list)
 
     def get_outputs(self) -> list[SimpleNamespace]:
@@ -98,6 +99,7 @@ def test_ratio_is_the_median_of_their_time_over_ours_round_by_round(clock: _Cloc
         "threads": 2,
         "rounds": 3,
         "shapes": {"x": [2, 3]},
+        "target": "some-cpu",
     }
 
 
