@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 import sympy
 
-from ...epilogue.program import EpilogueProgram, Rows
+from ...epilogue.program import EpilogueProgram
 from ...epilogue.tir import depth
 from ...errors import ShapeError
 from ...schedule.cuda_gemm import CudaGemmSchedule, choose_cuda_gemm, pack_weight
@@ -50,16 +50,10 @@ def lower_cuda_gemm(
     """
     k, n = weight.shape
     check_call(name, program, n, operands, outputs)
-    shared = next((p for p in program.params if p.rows is not Rows.ALL or p.period is not None), None)
-    halves = next((o for o in program.outputs if o.halves), None)
-    if shared is not None or halves is not None:
+    if program.batched and rows_per_batch is None:
         raise ShapeError(
-            f"GEMM '{name}': on CUDA operands have all rows and columns and heads are stored as they are; "
-            f"found '{shared or halves}': use the CPU target for this model"
+            f"GEMM '{name}': an output laid out in heads, or an operand shared by rows, needs the number of rows of a batch entry"
         )
-    heads = any(o.heads for o in program.outputs)
-    if heads and rows_per_batch is None:
-        raise ShapeError(f"GEMM '{name}': an output laid out in heads needs the number of rows of a batch entry")
     expected = rows if isinstance(rows, int) else _ROWS_HINT
     schedule = schedule or choose_cuda_gemm(expected, n, target.multiprocessors, 1 << depth(program))
     shape = CudaGemmShape(program, n, k, schedule)
@@ -77,7 +71,7 @@ def lower_cuda_gemm(
         name=name,
         kernel=CudaKernel(symbol, lambda: GemmKernel(shape).main(symbol), launch),
         buffers=(a, Packed(f"{name}.weight", pack_weight(schedule, weight)), *operands, *outputs, *workspaces),
-        ints=(rows, rows_per_batch) if heads and rows_per_batch is not None else (rows,),
+        ints=(rows, rows_per_batch) if program.batched and rows_per_batch is not None else (rows,),
         items=simplify(blocks[0] * blocks[1]),
         finish=finish,
         outputs=tuple(outputs),

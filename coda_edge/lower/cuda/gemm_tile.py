@@ -69,8 +69,8 @@ class GemmKernel:
         self.rows, self.rows_per_batch = tirx.Var("rows", "int64"), tirx.Var("rows_per_batch", "int64")
         buffers = [self.a, self.w, *self.operands.values(), *self.outputs.values()]
         buffers += [self.partials] if shape.statistics else []
-        heads = [self.rows_per_batch] if any(o.heads for o in program.outputs) else []
-        self.params = [*buffers, self.rows, *heads]
+        batches = [self.rows_per_batch] if program.batched else []
+        self.params = [*buffers, self.rows, *batches]
 
     def main(self, symbol: str) -> tirx.PrimFunc:
         """The kernel of which a block does one tile."""

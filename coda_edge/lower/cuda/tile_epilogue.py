@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import tvm
 from tvm import tirx
 
-from ...epilogue.program import Kind, Output
+from ...epilogue.program import Kind, Output, Param, Rows
 from ...epilogue.tir import STORAGE, Columns, Evaluator, Place, as_stored, level
 from ..body import Buffer, Expr, f32, load
 from ..statistics import NOWHERE, Statistic, finite, where_largest
@@ -53,7 +53,22 @@ class TileEpilogue:
         self.unit = body.let(self.strip * (self.shape.strip // self.run) + remainder(warp.lane, 4), "unit")
         self.rows = [body.let(self.row + (i // 2 * 16 + i % 2 * 8), "row") for i in range(2 * self.owned[0])]
         self.clamped = [body.let(tirx.min(row, kernel.rows - 1), "clamped") for row in self.rows]
+        self.batches: list[tuple[Expr, Expr]] = []
+        if self.shape.program.batched:
+            self.batches = [self._batch(row) for row in self.clamped]
         self.chunks: dict[tuple[str, int, int], Buffer] = {}
+
+    def _batch(self, row: Expr) -> tuple[Expr, Expr]:
+        """Of a row, the batch entry and the position in it."""
+        count = self.body.let(self.kernel.rows_per_batch.astype("int32"), "count")
+        batch = self.body.let(tirx.truncdiv(row.astype("int32"), count), "batch")
+        return batch, self.body.let(row.astype("int32") - batch * count, "position")
+
+    def _row_of(self, param: Param, row: int) -> Expr:
+        """The row of an operand that belongs to a row of the tile."""
+        if param.rows is Rows.ALL:
+            return self.clamped[row]
+        return int64(self.batches[row][0 if param.rows is Rows.BATCH else 1])
 
     def write(self) -> None:
         """All rows' outputs and statistics."""
@@ -64,7 +79,7 @@ class TileEpilogue:
             staged = [(o, self._stage(o, values, i)) for o in tiles]
             with self.body.when(row < self.kernel.rows):
                 for output, buffers in staged:
-                    self._store(output, buffers, row)
+                    self._store(output, buffers, row, i)
             for statistic in self.shape.statistics:
                 self._reduce(statistic, values, i)
 
@@ -78,39 +93,84 @@ class TileEpilogue:
         dtype = self.shape.program.dtypes()[output.value]
         pieces = self._pieces(output.value, values, row)
         count = scaled(self.run, level(self.shape.program, output.value))
+        order = list(range(count))
+        if output.halves:
+            unit = self._unit(output)
+            order = [at + i for at in range(0, count, unit) for i in (*range(0, unit, 2), *range(1, unit, 2))]
         buffers = []
         for start in range(0, len(pieces), count):
             buffer = self.body.alloc(count, STORAGE[dtype], "staged")
-            for i, piece in enumerate(pieces[start : start + count]):
-                self.body.store(buffer, i, as_stored(piece, dtype))
+            for i, at in enumerate(order):
+                self.body.store(buffer, i, as_stored(pieces[start + at], dtype))
             buffers.append(buffer)
         return buffers
 
-    def _store(self, output: Output, buffers: list[Buffer], row: Expr) -> None:
+    def _unit(self, output: Output) -> int:
+        """Consecutive columns of a run that lie within one head and one of its ranges, or in none."""
+        program = self.shape.program
+        begin, end = output.columns or (0, program.width(output.value, self.shape.n))
+        bounds = [bound for part in output.halves for bound in part]
+        run = scaled(self.run, level(program, output.value))
+        return math.gcd(run, begin, end - begin, output.heads or 0, *bounds)
+
+    def _store(self, output: Output, buffers: list[Buffer], row: Expr, i: int) -> None:
         body, program = self.body, self.shape.program
         wide = level(program, output.value)
         total = program.width(output.value, self.shape.n)
         begin, end = output.columns or (0, total)
         target = self.kernel.outputs[output.name]
         run = scaled(self.run, wide)
-        vector = _vector(run, target, begin, end - begin, output.heads or 0)
+        vector = self._unit(output) if output.halves else _vector(run, target, begin, end - begin, output.heads or 0)
         bounded = output.columns is not None or self.shape.n % self.kernel.schedule.columns != 0
         for group, buffer in enumerate(buffers):
             for offset in range(0, run, vector):
                 column = self._column(wide, group) + (offset - begin)
                 inside = tirx.And(column >= 0, column < end - begin) if bounded else True
                 with body.when(inside):
-                    body.store(target, self._place(output, row, column, end - begin), load(buffer, offset, vector))
+                    if output.halves:
+                        self._store_halves(output, target, buffer, offset, column, end - begin, i)
+                        continue
+                    place = self._place(output, row, column, end - begin, i)
+                    body.store(target, place, load(buffer, offset, vector))
 
-    def _place(self, output: Output, row: Expr, column: Expr, width: int) -> Expr:
+    def _place(self, output: Output, row: Expr, column: Expr, width: int, i: int) -> Expr:
         """Where an element of an output lies."""
         if not output.heads:
             return row * width + int64(column)
-        count = self.kernel.rows_per_batch
-        batch = self.body.let(tirx.truncdiv(row, count), "batch")
-        head = int64(quotient(column, output.heads))
-        at = (batch * (width // output.heads) + head) * count + (row - batch * count)
-        return at * output.heads + int64(remainder(column, output.heads))
+        return self._head(output, column, width, i) + int64(remainder(column, output.heads))
+
+    def _head(self, output: Output, column: Expr, width: int, i: int) -> Expr:
+        """Where a row of the head of a column begins."""
+        assert output.heads
+        batch, position = self.batches[i]
+        head = int64(batch) * (width // output.heads) + int64(quotient(column, output.heads))
+        return (head * self.kernel.rows_per_batch + int64(position)) * output.heads
+
+    def _store_halves(
+        self, output: Output, target: Buffer, buffer: Buffer, offset: int, column: Expr, width: int, i: int
+    ) -> None:
+        """Stores columns from ``column`` on, of which the staged even ones come before the odd ones."""
+        assert output.heads
+        body, unit = self.body, self._unit(output)
+        start = body.let(self._head(output, column, width, i), "start")
+        at = body.let(remainder(column, output.heads), "at")
+        even, odd = int32(-1), int32(-1)
+        for a, b in output.halves:
+            inside = tirx.And(at >= a, at < b)
+            even = tirx.Select(inside, a + quotient(at - a, 2), even)
+            odd = tirx.Select(inside, (a + b) // 2 + quotient(at - a, 2), odd)
+        even, odd = body.let(even, "even"), body.let(odd, "odd")
+        half = unit // 2
+        bounds = [bound for part in output.halves for bound in part]
+        vector = _vector(half, target, output.heads, *(b // 2 for b in bounds), *((a + b) // 2 for a, b in output.halves))
+        with body.when(even >= 0):
+            for k in range(0, half, vector):
+                body.store(target, start + int64(even + k), load(buffer, offset + k, vector))
+                body.store(target, start + int64(odd + k), load(buffer, offset + half + k, vector))
+        with body.when(even < 0):
+            for k in range(half):
+                body.store(target, start + int64(at + 2 * k), load(buffer, offset + k))
+                body.store(target, start + int64(at + 2 * k + 1), load(buffer, offset + half + k))
 
     def _column(self, wide: int, group: int) -> Expr:
         """The first column of a group's run, of a value at level ``wide``."""
@@ -125,11 +185,12 @@ class TileEpilogue:
             return load(self.acc, fragment * 4 + place.row % 2 * 2 + x % 2)
         if name not in self.kernel.operands:
             return None
-        kind, operand = program.param(name).kind, self.kernel.operands[name]
+        param, operand = program.param(name), self.kernel.operands[name]
+        kind = param.kind
         if kind is Kind.SCALAR:
             return load(operand, 0)
         if kind is Kind.ROW:
-            return load(operand, self.clamped[place.row])
+            return load(operand, self._row_of(param, place.row))
         wide = level(program, name)
         group, x = divmod(_natural(self.shape.columns, wide, place), scaled(self.run, wide))
         return load(self._chunk(name, wide, place.row if kind is Kind.TILE else 0, group), x)
@@ -139,14 +200,18 @@ class TileEpilogue:
         key = (name, row, group)
         if key not in self.chunks:
             program, body, operand = self.shape.program, self.body, self.kernel.operands[name]
+            param = program.param(name)
             width, run = program.width(name, self.shape.n), scaled(self.run, wide)
-            vector = _vector(run, operand, width)
-            start = self.clamped[row] * width if program.param(name).kind is Kind.TILE else int64(0)
-            buffer = body.alloc(run, STORAGE[program.param(name).dtype], name)
+            stored = program.operand_width(param, self.shape.n)
+            vector = _vector(run, operand, width, stored)
+            start = self._row_of(param, row) * stored if param.kind is Kind.TILE else int64(0)
+            buffer = body.alloc(run, STORAGE[param.dtype], name)
             for offset in range(0, run, vector):
                 column = self._column(wide, group) + offset
                 if self.shape.n % self.kernel.schedule.columns:
                     column = tirx.min(column, int32(width - vector))
+                if param.period is not None:
+                    column = remainder(column, stored)
                 body.store(buffer, offset, load(operand, start + int64(column), vector))
             self.chunks[key] = buffer
         return self.chunks[key]
