@@ -15,7 +15,7 @@ from ..errors import TargetError
 from .compiled import Compiled, identifier
 
 _WORDS_A_LINE = 6
-_OF_BUNDLES = frozenset({"bundle", "ed25519", "loader", "open", "sha256", "sha512"})
+_OF_BUNDLES = frozenset({"bundle", "cuda", "ed25519", "loader", "open", "sha256", "sha512"})
 _OF_SYSTEMS = frozenset({"clock", "cores"})
 _PACKAGE = Path(__file__).resolve().parent.parent
 

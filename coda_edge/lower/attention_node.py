@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import onnx_graphsurgeon as gs
 
 from ..attention import Operands, bands
@@ -17,6 +20,12 @@ from .registry import Context, kernel
 @kernel("Attention")
 def lower_attention_node(node: gs.Node, context: Context) -> list[KernelCall]:
     """``coda.Attention``."""
+    schedule = context.schedules.attention(attention_problem(node, context.target))
+    return [attention_call(node, context.target, lower_attention, schedule)]
+
+
+def attention_call(node: gs.Node, target: Any, lower: Callable[..., KernelCall], schedule: Any = None) -> KernelCall:
+    """The call of a ``coda.Attention`` that ``lower``, of the manner of ``lower_attention``, makes for ``target``."""
     given = Operands.of(node)
     batch, keys = given.batch, given.keys
     _, heads, queries, depth = shape(given.q)
@@ -41,21 +50,19 @@ def lower_attention_node(node: gs.Node, context: Context) -> list[KernelCall]:
         tuple(band.at(queries, keys) for band in bands(node)),
         EpilogueProgram.parse(node.attrs["probability"]) if "probability" in node.attrs else None,
     )
-    return [
-        lower_attention(
-            context.target,
-            node.name,
-            EpilogueProgram.parse(node.attrs["score"]),
-            (given.q.name, given.k.name, given.v.name),
-            [_operand(given, t) for t in given.scores],
-            names[0],
-            sizes,
-            bool(node.attrs["guard"]),
-            context.schedules.attention(attention_problem(node, context.target)),
-            extras=extras,
-            source=tuple(node.attrs.get("source", ())),
-        )
-    ]
+    return lower(
+        target,
+        node.name,
+        EpilogueProgram.parse(node.attrs["score"]),
+        (given.q.name, given.k.name, given.v.name),
+        [_operand(given, t) for t in given.scores],
+        names[0],
+        sizes,
+        bool(node.attrs["guard"]),
+        schedule,
+        extras=extras,
+        source=tuple(node.attrs.get("source", ())),
+    )
 
 
 def _operand(given: Operands, tensor: Tensor) -> ScoreOperand:

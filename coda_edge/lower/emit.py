@@ -328,7 +328,7 @@ class Emitter:
             self._know(var, as_int(extent))
         with self._scope() as scope:
             yield var
-        self.add(tirx.For(var, int64(0) if start is None else start, extent, tirx.ForKind.SERIAL, _sequence(scope)))
+        self.add(tirx.For(var, int64(0) if start is None else start, extent, tirx.ForKind.SERIAL, sequence(scope)))
 
     @contextmanager
     def items(self) -> Iterator[Expr]:
@@ -351,7 +351,7 @@ class Emitter:
                 yield var
         finally:
             self._lane, self._lane_depth, self._width = None, -1, 1
-        self.add(tirx.For(var, int64(0), int64(width), tirx.ForKind.VECTORIZED, _sequence(scope)))
+        self.add(tirx.For(var, int64(0), int64(width), tirx.ForKind.VECTORIZED, sequence(scope)))
 
     @contextmanager
     def outside(self, indices: Sequence[Expr]) -> Iterator[None]:
@@ -419,7 +419,7 @@ class Emitter:
             with self._scope(conditional=True) as scope:
                 self.store(result, slot, side())
             scopes.append(scope)
-        self.add(tirx.IfThenElse(condition, _sequence(scopes[0]), _sequence(scopes[1])))
+        self.add(tirx.IfThenElse(condition, sequence(scopes[0]), sequence(scopes[1])))
         self._mutable.discard(result)
         self._kept_in.add(result)
         self._depth[result] = len(self._scopes) - 1
@@ -431,7 +431,7 @@ class Emitter:
         """Statements that run only if ``condition`` holds."""
         with self._scope(conditional=True) as scope:
             yield
-        self.add(tirx.IfThenElse(condition, _sequence(scope), None))
+        self.add(tirx.IfThenElse(condition, sequence(scope), None))
 
     def call(
         self,
@@ -448,7 +448,7 @@ class Emitter:
         """The finished kernel and its call. ``stem`` says what it is; ``source`` which nodes it came from."""
         params = [*self._buffers.values()]
         params.extend(b for b in (self._scratch, self._status) if b is not None)
-        func = PrimFunc([*params, *self._sizes.values(), self.begin, self.end], _sequence(self._scopes[0]))
+        func = PrimFunc([*params, *self._sizes.values(), self.begin, self.end], sequence(self._scopes[0]))
         func = func.with_attrs({"tirx.noalias": True, "s_tir": True})
         symbol = f"{stem}_{hashlib.sha256(func.script().encode()).hexdigest()[:12]}"
         return KernelCall(
@@ -525,7 +525,8 @@ class Emitter:
         return max(guard, self._variables_depth(expr))
 
 
-def _sequence(scope: _Scope) -> Stmt:
+def sequence(scope: _Scope) -> Stmt:
+    """The statements of a scope as one."""
     statements = scope.statements or [tirx.Evaluate(int64(0))]
     return statements[0] if len(statements) == 1 else tirx.SeqStmt(statements)
 

@@ -66,7 +66,7 @@ def integer_form(graph: gs.Graph, target: Target) -> gs.Graph:
     """``graph`` with its products of whole numbers in integers; itself if there is none or ``target`` has no operation for them."""
     if not target.dot or not _operands(graph):
         return graph
-    graph, dot = _copied(graph), DOTS[target.dot]
+    graph, dot = copied(graph), DOTS[target.dot]
     editor = ir.GraphEditor(graph)
     for operand in _operands(graph):
         stored = _stored(editor, operand, dot)
@@ -127,6 +127,8 @@ def _has_bytes(tensor: ir.Tensor) -> bool:
 
 def _fits(node: gs.Node) -> bool:
     """Whether the sums are of 32 bits, and words whole."""
+    if EpilogueProgram.parse(node.attrs["epilogue"]).head:
+        return False
     k = int(node.inputs[1].shape[0])
     if k * 128 * _BYTES > _SUM:
         return False
@@ -160,7 +162,7 @@ def _stored(editor: ir.GraphEditor, operand: _Operand, dot: Dot) -> gs.Variable:
     at = next(i for i, out in enumerate(node.outputs) if out is tensor)
     shift = operand.shift(dot)
     if node.op == "Map":
-        body = _copied(node.attrs["body"])
+        body = copied(node.attrs["body"])
         value = _bytes_in_body(body, body.outputs[at], stored.name, shift, dot)
         body.outputs = [*body.outputs, value] if keeps else [*body.outputs[:at], value, *body.outputs[at + 1 :]]
         ir.remove_dead(body)
@@ -273,7 +275,7 @@ def _with_whole_sums(program: EpilogueProgram) -> tuple[EpilogueProgram, str]:
     return EpilogueProgram((*program.params, Param(whole, Kind.TILE, "i32")), tuple(steps), outputs), whole
 
 
-def _copied(graph: gs.Graph) -> gs.Graph:
+def copied(graph: gs.Graph) -> gs.Graph:
     """The same nodes over tensors of their own; constants share their values."""
     copies: dict[int, ir.Tensor] = {}
 

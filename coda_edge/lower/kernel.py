@@ -55,6 +55,11 @@ class KernelSource:
         """The kernel's function."""
         return self.make()
 
+    @property
+    def sizes(self) -> tuple[Dim, ...]:
+        """Sizes of the run that say how the kernel is started, behind the call's ints; a CPU's needs none."""
+        return ()
+
 
 @dataclass(frozen=True)
 class KernelCall:

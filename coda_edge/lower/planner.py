@@ -19,7 +19,7 @@ import sympy
 from .. import ir
 from ..bundle.levels import StoredConstant
 from ..bundle.plan import Buffer, BufferKind, Constraint, ExecutionPlan, ExprOp, PlanStep, Read, Relation, TensorInfo
-from ..errors import ShapeError, UnsupportedOperator
+from ..errors import ShapeError, TargetError, UnsupportedOperator
 from ..frontend import Constraint as Assumed
 from ..frontend import ConstraintSet, SymbolicInfo, infer
 from ..frontend.constraints import known_symbols
@@ -27,6 +27,9 @@ from ..frontend.shapes import DataSize
 from ..ir import Tensor
 from ..schedule.database import Schedules
 from ..symbolic import Dim, simplify, symbol
+from ..targets.cuda import CudaTarget
+from .cuda.half_form import half_form
+from .cuda.node import cuda_rule, emitter_for
 from .integer_form import integer_form
 from .kernel import KernelCall, KernelSource, Packed, Workspace, count_name
 from .pointwise import lower_copy, lower_node, product
@@ -76,7 +79,7 @@ def lower(
     Raises UnsupportedOperator for an operator that neither the registry nor a template covers, ShapeError for a size that
     neither an input's shape nor an element of a tensor determines.
     """
-    graph = integer_form(graph, target)
+    graph = half_form(integer_form(graph, target), target)
     info = infer(graph)
     known = known_symbols(graph, info)
     for c in info.constraints:
@@ -86,9 +89,17 @@ def lower(
     assumed.add(SymbolicInfo(constraints=list(constraints)))
     assumed.add(info)
     known_schedules = Schedules.packaged() if schedules is None else schedules
-    context = Context(target, info.values, info.sources, True, known_schedules, frozenset(info.data))
+    context = Context(
+        target, info.values, info.sources, True, known_schedules, frozenset(info.data), emitter_for(target)
+    )
     calls, roots, stored = _calls(graph, context)
-    return _Planner(graph, roots, stored, info.data).plan(calls, assumed.known_by(graph, info))
+    lowered = _Planner(graph, roots, stored, info.data).plan(calls, assumed.known_by(graph, info))
+    if isinstance(target, CudaTarget) and lowered.plan.reads:
+        raise TargetError(
+            f"size '{lowered.plan.reads[0].name}' is decided by data, which {target.name} does not run yet: name a CPU target, "
+            "or bind the size with --shape"
+        )
+    return lowered
 
 
 def _calls(graph: gs.Graph, context: Context) -> tuple[list[KernelCall], dict[str, str], dict[str, Tensor]]:
@@ -160,6 +171,8 @@ def _lower_node(node: gs.Node, context: Context) -> list[KernelCall]:
     rule = KERNELS.get(node.op)
     if (node.domain or "") not in _DOMAINS:
         raise UnsupportedOperator(f"{node.domain}::{node.op}", node.name, choices())
+    if isinstance(context.target, CudaTarget):
+        rule = cuda_rule(node, rule)
     if rule is not None:
         return rule(node, context)
     if node.op in POINTWISE:
@@ -290,12 +303,13 @@ class _Planner:
     def _step(self, number: int, call: KernelCall) -> PlanStep:
         buffers = tuple(self._buffer(operand, number) for operand in call.buffers)
         add, kernels = self._plan.exprs.add, self._plan.kernels
+        launch = [d for k in (call.kernel, call.finish) if k is not None for d in k.sizes]
         return PlanStep(
             name=call.name,
             kernel=kernels.index(call.kernel.symbol),
             finish=kernels.index(call.finish.symbol) if call.finish is not None else -1,
             buffers=buffers,
-            ints=tuple(add(d) for d in call.ints),
+            ints=tuple(add(d) for d in (*call.ints, *launch)),
             items=add(call.items),
             grain=call.grain,
             scratch=add(call.scratch),

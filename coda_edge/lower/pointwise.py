@@ -95,12 +95,12 @@ ROW_SUMS = {
 }
 
 
-def attempt(build: Callable[[Emitter], R], lanes: int) -> R:
-    """``build`` with the widest vectors that its operators allow."""
+def attempt(build: Callable[[Emitter], R], lanes: int, emitter: type[Emitter] = Emitter) -> R:
+    """``build`` with the widest vectors that its operators allow; ``emitter`` writes the kernel."""
     granule: int | None = None
     while True:
         try:
-            return build(Emitter(lanes, granule))
+            return build(emitter(lanes, granule))
         except Granule as run:
             granule = run.size
         except ScalarLanes:
@@ -207,7 +207,7 @@ def _needed(nodes: Sequence[gs.Node], wanted: Sequence[Tensor]) -> list[gs.Node]
 
 def lower_body(body: Body, context: Context) -> KernelCall:
     """The kernel of ``body``."""
-    return attempt(lambda emit: _build(body, context, emit), context.lanes)
+    return attempt(lambda emit: _build(body, context, emit), context.lanes, context.emitter)
 
 
 def _build(body: Body, context: Context, emit: Emitter) -> KernelCall:

@@ -48,7 +48,7 @@ class Context:
     """What lowering knows besides the graph: the target, the values that sizes determine, and the tensors that sizes are read from.
 
     ``narrow``: constants may be stored in half precision where that is exact. ``schedules``: the measured ones that are known. ``decided``: the
-    names of the sizes that data decides.
+    names of the sizes that data decides. ``emitter``: what pointwise kernels are written by.
     """
 
     target: Target
@@ -57,6 +57,7 @@ class Context:
     narrow: bool = False
     schedules: Schedules = field(default_factory=Schedules)
     decided: frozenset[str] = frozenset()
+    emitter: type[Emitter] = Emitter
 
     @property
     def lanes(self) -> int:

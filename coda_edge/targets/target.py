@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 GROUP = "coda_edge.targets"
 NATIVE = "native"
+AUTO = "auto"
+"""What this machine has: its GPU, if there is one, and its CPU."""
+GPU = "cuda"
+"""A feature that no CPU has."""
 LINUX = "linux"
 SUPPORT = {"windows": frozenset({"___chkstk_ms"})}
 """By system: what an object may leave to the compiler's support library, which is linked into every program there."""
@@ -152,7 +156,7 @@ def names() -> tuple[str, ...]:
 
 def get_all(text: str) -> tuple[Target, ...]:
     """The targets of a comma-separated list of names and groups, each once, in that order. Raises TargetError as ``get`` does."""
-    known = groups()
+    known = {**groups(), AUTO: _present()}
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise TargetError(
@@ -162,10 +166,17 @@ def get_all(text: str) -> tuple[Target, ...]:
     return tuple({target.name: target for target in map(get, wanted)}.values())
 
 
+def _present() -> tuple[str, ...]:
+    """The targets of what this machine has."""
+    from .cuda import present
+
+    return tuple(filter(None, (NATIVE, present())))
+
+
 def ranked(several: Sequence[Target]) -> list[str]:
     """Their names, best last, as the runtime prefers them."""
     order = list(targets())
-    return [target.name for target in sorted(several, key=lambda t: order.index(t.name))]
+    return [target.name for target in sorted(several, key=lambda t: (GPU in t.features, order.index(t.name)))]
 
 
 def get(name: str = NATIVE) -> Target:

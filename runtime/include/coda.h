@@ -78,7 +78,7 @@ typedef struct coda_session coda_session;
 
 /* A tensor in the caller's memory, row-major without gaps. An all-zero coda_tensor is one that was not given. */
 typedef struct coda_tensor {
-  void *data; /* aligned to its element; inputs are only read */
+  void *data; /* aligned to its element; inputs are only read. Where a GPU runs the model, it may be the GPU's */
   size_t bytes; /* size of the memory at data */
   int32_t dtype; /* a coda_dtype */
   int32_t rank;
@@ -135,6 +135,7 @@ typedef struct coda_model_options {
   const coda_allocator *allocator; /* of the model's tables; NULL: the system's; copied, as the session's */
   const uint8_t *key; /* CODA_KEY_BYTES: opens only what is signed with it, and verifies all of it; NULL: any */
   int32_t verify; /* 1: opening verifies the constants; 0: the first run does */
+  int32_t device; /* of a level for GPUs: the number of the GPU */
 } coda_model_options;
 
 /* Every kernel of every model (docs/architecture.md, "Kernels"): 0, or a positive error code. */

@@ -11,7 +11,7 @@ typedef struct {
   const uint8_t *memory; /* what `addresses` point into; NULL before they are written */
 } coda_arena;
 
-typedef struct {
+typedef struct coda_layout {
   uint64_t used; /* when it was last used; 0: holds nothing */
   int64_t *dims; /* of all inputs, one after another: what it is found by */
   int64_t *values; /* the size table */

@@ -11,6 +11,17 @@
 
 enum { CODA_MAX_LEVELS = 16 };
 
+struct coda_cuda;
+struct coda_layout;
+
+/* How a model runs on another device than the CPU. */
+typedef struct {
+  /* The steps, for inputs and outputs that have been checked and have memory. */
+  coda_code (*run)(coda_session *session, struct coda_layout *layout, const coda_tensor *inputs, coda_tensor *outputs,
+                   coda_error *error);
+  void (*free_session)(coda_session *session);
+} coda_device_ops;
+
 struct coda_model {
   atomic_int holders; /* the caller and each session */
   coda_allocator allocator;
@@ -28,6 +39,8 @@ struct coda_model {
   coda_code (*verify)(const coda_model *model, coda_pool *pool, const coda_allocator *allocator, coda_error *error);
   void (*close)(coda_model *model); /* gives back what `origin` holds; NULL where that is nothing */
   void *origin;
+  const coda_device_ops *device; /* NULL: the CPU */
+  struct coda_cuda *cuda; /* where `device` is a GPU; belongs to `origin` */
 };
 
 /* The options that the caller's version of the structure has; the rest are defaults. */

@@ -69,8 +69,9 @@ static coda_code reserve(coda_session *session, coda_layout *layout, uint32_t ph
   for (uint32_t i = 0; i < plan->output_count; i++)
     if (!outputs[i].data && plan->outputs[i].phase == phase) /* one byte more: an empty output has an address too */
       fits = fits && coda_add_size(owned, coda_padded((size_t)layout->tensor_bytes[plan->input_count + i] + 1), &owned);
-  const size_t bytes = layout->arenas[phase].bytes;
-  session->scratch_stride = coda_session_scratch_stride(layout);
+  const bool here = !session->model->device; /* a device has its own memory */
+  const size_t bytes = here ? layout->arenas[phase].bytes : 0;
+  session->scratch_stride = here ? coda_session_scratch_stride(layout) : 0;
   fits = fits && coda_mul_size(session->scratch_stride, (size_t)session->threads, &scratch);
   coda_code code = CODA_OK;
   if (fits && session->given)
@@ -83,7 +84,7 @@ static coda_code reserve(coda_session *session, coda_layout *layout, uint32_t ph
   if (!fits || coda_block_reserve(&session->owned[phase], owned, CODA_ALIGNMENT, &session->allocator))
     return coda_fail(error, CODA_ERROR_MEMORY, "no memory for an arena of %zu bytes, scratch of %zu and outputs of %zu",
                      bytes, scratch, owned);
-  if (layout->arenas[phase].memory != arena->data)
+  if (here && layout->arenas[phase].memory != arena->data)
     coda_layout_place(layout, plan, phase, session->model->constants.data, session->model->repacked.data, arena->data);
   return CODA_OK;
 }
@@ -225,7 +226,8 @@ static coda_code run(coda_session *session, const coda_tensor *inputs, coda_tens
     const int64_t number = draw(&session->random);
     for (uint32_t i = 0; i < session->run_count; i++)
       layout->ints[session->run_ints[i]] = number;
-    code = run_steps(session, layout, inputs, outputs, error);
+    code = session->model->device ? session->model->device->run(session, layout, inputs, outputs, error)
+                                  : run_steps(session, layout, inputs, outputs, error);
     session->last = code ? NULL : layout;
   }
   return code;

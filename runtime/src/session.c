@@ -129,6 +129,8 @@ void coda_session_free(coda_session *session) {
   if (!session)
     return;
   const coda_allocator allocator = session->allocator;
+  if (session->model->device)
+    session->model->device->free_session(session);
   coda_pool_free(session->pool, &allocator);
   drop_working_memory(session);
   for (uint32_t i = 0; i < session->layout_count; i++)

@@ -44,6 +44,7 @@ struct coda_session {
   uint32_t slot_count, run_count;
   size_t frame_words, frame_ints; /* words of one frame; of its first part */
   size_t scratch_stride;
+  void *device; /* what the model's device keeps of the session */
 };
 
 /* Whether what a call is given can be looked at. */

@@ -18,6 +18,7 @@ from tvm import tirx
 from ...errors import TargetError
 from ...symbolic import format_dim
 from ..body import Expr
+from ..kernel import KernelSource
 from .device import CudaKernel, Launch
 
 FLAGS = ("-std=c++17", "-prec-div=false", "-prec-sqrt=false", "-ftz=true")
@@ -61,6 +62,28 @@ def build_cuda(kernels: Sequence[CudaKernel], arch: str) -> CudaLibrary:
     return CudaLibrary(arch, cubin, source, {s: k.launch for s, k in unique.items()}, _resources(log))
 
 
+def fat_binary(kernels: Sequence[KernelSource], archs: Sequence[str]) -> bytes:
+    """The kernels as machine code for each of ``archs`` and as PTX for what comes after the last one, in one file for the driver.
+
+    Raises TargetError without nvcc, or for a kernel that is written for CPUs.
+    """
+    unique: dict[str, CudaKernel] = {}
+    for kernel in kernels:
+        if not isinstance(kernel, CudaKernel):
+            raise TargetError(f"kernel '{kernel.symbol}' is written for CPUs: lower the graph for a GPU")
+        unique[kernel.symbol] = kernel
+    if not unique:
+        raise TargetError("there is no kernel to build: give at least one")
+    if not shutil.which("nvcc"):
+        raise TargetError(
+            f"no CUDA compiler for {', '.join(archs)}: put nvcc on the PATH (CUDA toolkit 12 or later); a GPU is not needed"
+        )
+    real = [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in archs]
+    last = f"-gencode=arch=compute_{archs[-1][3:]},code=compute_{archs[-1][3:]}"
+    source = cuda_source(list(unique.values()), archs[0])
+    return _nvcc(source, ", ".join(archs), ["-fatbin", *real, last])[0]
+
+
 def cuda_source(kernels: Sequence[CudaKernel], arch: str) -> str:
     """CUDA C of all kernels in one translation unit."""
     target = tvm.target.Target({"kind": "cuda", "arch": arch})
@@ -74,7 +97,7 @@ _CODEGEN: Expr = tvm.get_global_func("target.build.cuda")
 
 def _compile(source: str, arch: str) -> tuple[bytes, str]:
     if shutil.which("nvcc"):
-        return _nvcc(source, arch)
+        return _nvcc(source, arch, ["-cubin", f"-gencode=arch=compute_{arch[3:]},code={arch}", "-Xptxas", "-v"])
     if find_spec("cuda") and find_spec("cuda.bindings"):
         return _nvrtc(source, arch), ""
     raise TargetError(
@@ -83,12 +106,11 @@ def _compile(source: str, arch: str) -> tuple[bytes, str]:
     )
 
 
-def _nvcc(source: str, arch: str) -> tuple[bytes, str]:
+def _nvcc(source: str, arch: str, options: Sequence[str]) -> tuple[bytes, str]:
     with tempfile.TemporaryDirectory() as folder:
-        text, cubin = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
+        text, cubin = Path(folder, "kernels.cu"), Path(folder, "kernels.out")
         text.write_text(source)
-        gencode = f"-gencode=arch=compute_{arch[3:]},code={arch}"
-        command = ["nvcc", "-cubin", gencode, "-O3", *FLAGS, "-Xptxas", "-v", str(text), "-o", str(cubin)]
+        command = ["nvcc", *options, "-O3", *FLAGS, str(text), "-o", str(cubin)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise TargetError(f"nvcc does not compile kernels for {arch}: {done.stderr.strip()[-2000:]}")

@@ -5,7 +5,7 @@ A kernel's parameters are the call's buffers, then its sizes (int64), in that or
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -105,6 +105,19 @@ INSTRUCTIONS: dict[str, str] = {
     "coda_move": f"""{_PTX} void coda_move(void* to, const void* from) {{ *(uint4*)to = *(const uint4*)from; }}""",
     # Whether any thread of the block says so; a barrier.
     "coda_any": f"""{_PTX} int coda_any(int mine) {{ return __syncthreads_or(mine); }}""",
+    # The sum of what all threads of the block give; barriers.
+    "coda_block_sum": f"""{_PTX} float coda_block_sum(float x) {{
+  __shared__ float parts[32];
+  for (int mask = 16; mask; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+  __syncthreads();
+  float total = 0.0f;
+  for (unsigned i = 0; i < blockDim.x / 32; ++i) total += parts[i];
+  __syncthreads();
+  return total;
+}}""",
+    # The end of the thread.
+    "coda_leave": f"""{_PTX} void coda_leave() {{ asm volatile("exit;"); }}""",
     # The value of the lane whose number differs in the bits of `mask`.
     "coda_exchange": f"""{_PTX} float coda_exchange(float x, int mask) {{
   return __shfl_xor_sync(0xffffffffu, x, mask);
@@ -130,6 +143,11 @@ class CudaKernel(KernelSource):
     """A kernel for a GPU, and its launch."""
 
     launch: Launch = Launch((1, 1, 1), 1)
+
+    @property
+    def sizes(self) -> tuple[Dim, ...]:
+        """The grid, the threads of a block, the bytes of shared memory."""
+        return (*self.launch.grid, self.launch.block, self.launch.shared)
 
 
 class DeviceBody(Body):
@@ -193,19 +211,37 @@ class DeviceBody(Body):
         body = self._close()
         for iterator, extent in reversed(self._threads):
             body = tirx.AttrStmt(iterator, "thread_extent", extent, body)
-        pointers: list[Expr] = []
-        declared: list[tirx.Stmt] = []
-        for param in params:
-            if is_buffer_var(param):
-                pointer = tirx.Var(f"{param.name}_data", buffer_data_pointer_type(param))
-                declared.append(tirx.DeclBuffer(param, data=pointer))
-                pointers.append(pointer)
-            else:
-                pointers.append(param)
-        func = tirx.PrimFunc(pointers, tirx.SeqStmt([*declared, body]), None).with_attr("global_symbol", symbol)
-        func = func.with_attr("calling_conv", 2).with_attr("tirx.is_global_func", True).with_attr("tirx.noalias", True)
         tags = [str(iterator.thread_tag) for iterator, _ in self._threads]
-        return func.with_attr("tirx.kernel_launch_params", [*tags, "tirx.use_dyn_shared_memory"])
+        return _entry(symbol, params, body, [*tags, "tirx.use_dyn_shared_memory"])
+
+
+def device_kernel(
+    symbol: str, params: Sequence[Expr], body: Expr, threads: Mapping[str, Expr], block: int
+) -> tirx.PrimFunc:
+    """The kernel that does ``body``, in which ``threads`` stand for the indices of those names; ``block`` threads make a block."""
+    for tag, variable in threads.items():
+        extent = int32(block if tag.startswith("thread") else _MOST_BLOCKS)
+        iterator = tirx.IterVar(tvm.ir.Range(int32(0), extent), variable, 1, tag)
+        body = tirx.AttrStmt(iterator, "thread_extent", extent, body)
+    return _entry(symbol, params, body, list(threads))
+
+
+_MOST_BLOCKS = 2**31 - 1
+
+
+def _entry(symbol: str, params: Sequence[Expr], body: Expr, launch: list[str]) -> tirx.PrimFunc:
+    pointers: list[Expr] = []
+    declared: list[tirx.Stmt] = []
+    for param in params:
+        if is_buffer_var(param):
+            pointer = tirx.Var(f"{param.name}_data", buffer_data_pointer_type(param))
+            declared.append(tirx.DeclBuffer(param, data=pointer))
+            pointers.append(pointer)
+        else:
+            pointers.append(param)
+    func = tirx.PrimFunc(pointers, tirx.SeqStmt([*declared, body]), None).with_attr("global_symbol", symbol)
+    func = func.with_attr("calling_conv", 2).with_attr("tirx.is_global_func", True).with_attr("tirx.noalias", True)
+    return func.with_attr("tirx.kernel_launch_params", launch)
 
 
 def int32(value: Index) -> Expr:

@@ -41,6 +41,7 @@ def lower_cuda_gemm(
     rows: Dim,
     rows_per_batch: Dim | None = None,
     schedule: CudaGemmSchedule | None = None,
+    source: tuple[str, ...] = (),
 ) -> KernelCall:
     """The kernel call for ``program`` over ``a [rows, K] @ weight [K, N]`` in float16, accumulated in float32.
 
@@ -76,6 +77,7 @@ def lower_cuda_gemm(
         finish=finish,
         outputs=tuple(outputs),
         flops=simplify(rows * (2 * n * k + program.flops(n))),
+        source=source,
     )
 
 

@@ -162,7 +162,9 @@ class TileEpilogue:
         even, odd = body.let(even, "even"), body.let(odd, "odd")
         half = unit // 2
         bounds = [bound for part in output.halves for bound in part]
-        vector = _vector(half, target, output.heads, *(b // 2 for b in bounds), *((a + b) // 2 for a, b in output.halves))
+        vector = _vector(
+            half, target, output.heads, *(b // 2 for b in bounds), *((a + b) // 2 for a, b in output.halves)
+        )
         with body.when(even >= 0):
             for k in range(0, half, vector):
                 body.store(target, start + int64(even + k), load(buffer, offset + k, vector))

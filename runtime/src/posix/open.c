@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "bundle.h"
+#include "cuda.h"
 #include "ed25519.h"
 #include "loader.h"
 #include "platform.h"
@@ -26,9 +27,11 @@ typedef struct {
   coda_bundle bundle;
   const coda_level *level; /* that is in use */
   coda_library library;
+  coda_cuda *cuda; /* where the level in use is for a GPU */
 } origin;
 
 static void release(origin *o, const coda_allocator *allocator) {
+  coda_cuda_close(o->cuda, allocator);
   coda_library_close(&o->library);
   if (o->mapping)
     munmap(o->mapping, o->mapped);
@@ -108,13 +111,21 @@ static coda_code verify_signature(const coda_bundle *bundle, const uint8_t *key,
 
 static const char *level_name(const coda_level *level) { return coda_section_string(&level->target, 0); }
 
-static coda_code check_level(const coda_level *level, coda_error *error) {
+static bool for_gpu(const coda_level *level) {
+  const char *feature = coda_section_string(&level->target, 1);
+  return feature && strcmp(feature, CODA_CUDA_FEATURE) == 0;
+}
+
+static coda_code check_level(coda_model *model, const coda_level *level, int32_t device, coda_error *error) {
+  origin *o = model->origin;
+  if (for_gpu(level))
+    return coda_cuda_open(&level->library, device, &model->allocator, &o->cuda, error);
   coda_code code = coda_library_check(&level->library, error);
   return code ? code : coda_model_check_features(&level->target, error);
 }
 
 /* The level that was asked for, or else the last one that runs here. */
-static coda_code choose_level(coda_model *model, const char *target, coda_error *error) {
+static coda_code choose_level(coda_model *model, const char *target, int32_t device, coda_error *error) {
   origin *o = model->origin;
   char names[256] = "";
   coda_code code = CODA_OK;
@@ -126,7 +137,7 @@ static coda_code choose_level(coda_model *model, const char *target, coda_error 
     coda_print(names + used, sizeof names - used, "%s'%s'", used ? ", " : "", level_name(level));
     if (target && strcmp(target, level_name(level)) != 0)
       continue;
-    code = check_level(level, error);
+    code = check_level(model, level, device, error);
     if (!code)
       o->level = level;
     if (target || (code && code != CODA_ERROR_TARGET))
@@ -141,6 +152,8 @@ static coda_code load_kernels(coda_model *model, coda_error *error) {
   origin *o = model->origin;
   const coda_plan *plan = &model->plan;
   if (!plan->kernel_count) /* a plan of no steps has no library either */
+    return CODA_OK;
+  if (o->cuda)
     return CODA_OK;
   coda_code code = coda_library_open(&o->library, &o->level->library, error);
   for (uint32_t i = 0; i < plan->kernel_count && !code; i++) {
@@ -157,7 +170,7 @@ static coda_code load(coda_model *model, const coda_model_options *options, coda
   if (!code)
     code = verify_signature(&o->bundle, options->key, error);
   if (!code)
-    code = choose_level(model, options->target, error);
+    code = choose_level(model, options->target, options->device, error);
   if (code)
     return code;
   model->target = o->level->target;
@@ -172,7 +185,11 @@ static coda_code load(coda_model *model, const coda_model_options *options, coda
     code = coda_model_parse(model, &o->level->plan, error);
   if (!code)
     code = load_kernels(model, error);
-  return code ? code : coda_model_repack(model, error);
+  if (!code)
+    code = coda_model_repack(model, error);
+  if (!code && o->cuda)
+    code = coda_cuda_load(o->cuda, model, error);
+  return code;
 }
 
 /* Takes over what `given` holds, also when it fails. */
