@@ -30,7 +30,8 @@ def test_every_operator(op):
     dtype = "bool" if op in ("and", "or", "not") else "f32"
     b = Builder()
     names = [b.param(f"p{i}", Kind.TILE, "bool" if op == "where" and i == 0 else dtype) for i in range(operator.arity)]
-    result = b.add(op, *names, **({"to": "i32"} if op == "cast" else {}))
+    result = b.add(op, *names, **{"cast": {"to": "i32"}, "headsum": {"heads": 2}}.get(op, {}))
+    result = b.add("mul", result, names[0]) if op == "headsum" else result
     for i in range(operator.results):
         b.output(f"y{i}", result if operator.results == 1 else f"{result}.{i}")
     program = b.build()

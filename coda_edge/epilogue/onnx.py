@@ -10,7 +10,8 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from ..errors import InvalidModel, ShapeError
-from .program import Argument, EpilogueProgram, Output, Param, Step
+from .ops import Group
+from .program import Argument, EpilogueProgram, Kind, Output, Param, Step
 
 MIN_OPSET = 18
 """Since this opset reductions take their axes as an input."""
@@ -58,7 +59,7 @@ def emit_onnx(
         if param.period:
             names[param.name] = _repeat(emitter, program, param, names[param.name], columns)
     for step in program.steps:
-        names.update(_emit_step(emitter, program, step, names, dtypes))
+        names.update(_emit_step(emitter, program, step, names, dtypes, columns))
     stored = [_emit_output(emitter, program, output, names[output.value], columns) for output in program.outputs]
     emitter.name_results(stored, outputs)
     return emitter.nodes
@@ -115,9 +116,16 @@ class Emitter:
 
 
 def _emit_step(
-    emitter: Emitter, program: EpilogueProgram, step: Step, names: dict[str, str], dtypes: dict[str, str]
+    emitter: Emitter,
+    program: EpilogueProgram,
+    step: Step,
+    names: dict[str, str],
+    dtypes: dict[str, str],
+    columns: int | None,
 ) -> dict[str, str]:
     common = program.operand_dtype(step)
+    if program.head:
+        names = {**names, **_fitted(emitter, program, step, names, columns)}
 
     def operand(position: int, arg: Argument) -> str:
         if isinstance(arg, float):
@@ -134,6 +142,29 @@ def _emit_step(
     else:
         results = spelling(emitter, args)
     return dict(zip(step.names, results, strict=True))
+
+
+def _fitted(
+    emitter: Emitter, program: EpilogueProgram, step: Step, names: dict[str, str], columns: int | None
+) -> dict[str, str]:
+    """The operands of ``step`` that have to lie otherwise: a value of kind head is ``[B, S, heads, 1]``."""
+    if columns is None:
+        raise ShapeError(f"{step.op} is of heads of {program.head} columns: give the number of columns")
+    kinds, heads = program.kinds(), columns // program.head
+    values = [a for a in step.args if isinstance(a, str)]
+    if step.operator.group is Group.HEADS:
+        return {a: emitter.node("Reshape", names[a], emitter.ints([0, 0, heads, program.head])) for a in values}
+    result = kinds[step.names[0]]
+    if result is Kind.HEAD:
+        return {a: emitter.node("Unsqueeze", names[a], emitter.ints([-1])) for a in values if kinds[a] is Kind.ROW}
+    if result is not Kind.TILE:
+        return {}
+    wide = next(program.width(v, columns) for v in (*step.names, *values) if kinds[v] in (Kind.TILE, Kind.COL))
+    fitted = {}
+    for a in (v for v in values if kinds[v] is Kind.HEAD):
+        repeated = emitter.node("Expand", names[a], emitter.ints([1, 1, 1, wide // heads]))
+        fitted[a] = emitter.node("Reshape", repeated, emitter.ints([0, 0, wide]))
+    return fitted
 
 
 def _repeat(emitter: Emitter, program: EpilogueProgram, param: Param, operand: str, columns: int | None) -> str:

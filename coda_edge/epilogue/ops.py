@@ -26,6 +26,7 @@ class Group(str, Enum):
     POINTWISE = "pointwise"
     PAIRWISE = "pairwise"
     REDUCE = "reduce"
+    HEADS = "heads"
 
 
 class Rule(str, Enum):
@@ -221,6 +222,16 @@ OPERATORS: dict[str, Operator] = {
         ),
         Operator(
             "rowmin", 1, Rule.STATISTIC, lambda x: x.min(-1, keepdims=True), _onnx_reduce("ReduceMin"), 1, group=_REDUCE
+        ),
+        # Given a tile as [.., heads, columns of a head].
+        Operator(
+            "headsum",
+            1,
+            Rule.STATISTIC,
+            lambda x: x.sum(-1, keepdims=True),
+            _onnx_reduce("ReduceSum"),
+            1,
+            group=Group.HEADS,
         ),
         Operator("argmax", 1, Rule.PLACE, _numpy_argmax, _onnx_argmax, 2, group=_REDUCE),
         Operator("expsum", 1, Rule.STATISTIC, _numpy_expsum, _onnx_expsum, 12, group=_REDUCE, results=2),

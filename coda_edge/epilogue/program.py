@@ -1,7 +1,8 @@
 """An epilogue program: what a GEMM does to its output tile before it stores it.
 
-SSA over values of four kinds: ``tile`` (M×N), ``row`` (M, written [M, 1]), ``col`` (N) and ``scalar``. Combining kinds
-broadcasts, so row∘col is a tile. The first parameter is the accumulator. The text form is what an ONNX node carries::
+SSA over values of five kinds: ``tile`` (M×N), ``row`` (M, written [M, 1]), ``col`` (N), ``scalar``, and ``head`` (a number for each row and head,
+which only ``headsum`` makes: ``v2 = headsum v1 heads=64`` sums v1 over every 64 columns of a row). Combining kinds
+broadcasts, so row∘col is a tile, and so is head∘col. The first parameter is the accumulator. The text form is what an ONNX node carries::
 
     (acc: tile f32, bias: col f32, residual: tile f32) -> (y: tile = v1, mean: row = v2.0, var: row = v2.1) {
       v0 = add acc bias
@@ -46,16 +47,18 @@ class Kind(str, Enum):
     ROW = "row"
     COL = "col"
     SCALAR = "scalar"
+    HEAD = "head"
 
 
 class StepKind(str, Enum):
-    """The five kinds of step."""
+    """The kinds of step."""
 
     ELEMENTWISE = "elementwise"
     VECTOR = "vector"
     TILE = "tile"
     PAIRWISE = "pairwise"
     REDUCE = "reduce"
+    HEADS = "heads"
 
 
 class Rows(str, Enum):
@@ -154,6 +157,7 @@ class EpilogueProgram:
         _ = self._types
         self._check_outputs()
         _ = self._levels
+        self._check_heads()
         if n is not None:
             self._check_columns(n)
 
@@ -170,9 +174,11 @@ class EpilogueProgram:
         return _operand_dtype(step, self.dtypes())
 
     def step_kind(self, step: Step) -> StepKind:
-        """Which of the five kinds ``step`` is, by its operator and its operands."""
+        """Which kind ``step`` is, by its operator and its operands."""
         if step.operator.group is Group.REDUCE:
             return StepKind.REDUCE
+        if step.operator.group is Group.HEADS:
+            return StepKind.HEADS
         if step.operator.group is Group.PAIRWISE:
             return StepKind.PAIRWISE
         names = [a for a in step.args if isinstance(a, str)]
@@ -180,7 +186,9 @@ class EpilogueProgram:
         if tensors.intersection(names):
             return StepKind.TILE
         kinds = self.kinds()
-        return StepKind.VECTOR if any(kinds[a] in (Kind.ROW, Kind.COL) for a in names) else StepKind.ELEMENTWISE
+        return (
+            StepKind.VECTOR if any(kinds[a] in (Kind.ROW, Kind.COL, Kind.HEAD) for a in names) else StepKind.ELEMENTWISE
+        )
 
     def width(self, value: str, n: int) -> int:
         """Columns of a tile or column value, where the accumulator has ``n``. Raises ShapeError if it would be odd."""
@@ -198,6 +206,11 @@ class EpilogueProgram:
     def operand_width(self, param: Param, n: int) -> int:
         """Columns that a tile or column operand is stored with."""
         return param.period or self.width(param.name, n)
+
+    @cached_property
+    def head(self) -> int:
+        """Columns of the accumulator that a value of kind ``head`` is for; 0 if there is none."""
+        return next((int(s.attr("heads")) for s in self.steps if s.operator.group is Group.HEADS), 0)
 
     @property
     def batched(self) -> bool:
@@ -287,6 +300,8 @@ class EpilogueProgram:
             if not name.isidentifier() or not name.isascii() or _is_number(name):
                 raise ShapeError(f"'{name}' cannot name an epilogue value: use a word of letters, digits and _")
         for param in self.params:
+            if param.kind is Kind.HEAD:
+                raise ShapeError(f"parameter '{param.name}': values of kind head are sums of the tile, never operands")
             if param.dtype not in DTYPES:
                 raise ShapeError(
                     f"parameter '{param.name}' has unknown dtype {param.dtype}: use one of {', '.join(DTYPES)}"
@@ -352,7 +367,20 @@ class EpilogueProgram:
             _unify(step, levels, wide)
         return levels
 
+    def _check_heads(self) -> None:
+        sizes = {int(s.attr("heads")) for s in self.steps if s.operator.group is Group.HEADS}
+        if len(sizes) > 1:
+            raise ShapeError(f"an epilogue has heads of one size, found {sorted(sizes)}")
+        for step in self.steps:
+            if step.operator.group is Group.HEADS and self._levels[str(step.args[0])] != 0:
+                raise ShapeError(f"epilogue step '{step.result}': {step.op} is of a value as wide as the accumulator")
+        narrowest = min(self._levels.values())
+        if self.head % (1 << -min(0, narrowest)):
+            raise ShapeError(f"heads of {self.head} columns are not halved {-narrowest} times")
+
     def _check_columns(self, n: int) -> None:
+        if self.head and n % self.head:
+            raise ShapeError(f"{n} columns are no multiple of heads of {self.head}")
         for value in self._levels:
             self.width(value, n)
         for param in self.params:
@@ -425,14 +453,20 @@ def _result_kind(where: str, step: Step, types: Mapping[str, ValueType]) -> Kind
         if kinds != [Kind.TILE]:
             raise ShapeError(f"{where}: {step.op} reduces a tile, not {_describe(step, types)}")
         return Kind.ROW
+    if step.operator.group is Group.HEADS:
+        if kinds != [Kind.TILE]:
+            raise ShapeError(f"{where}: {step.op} sums a tile, not {_describe(step, types)}")
+        return Kind.HEAD
     if step.operator.group is Group.PAIRWISE:
         if len(kinds) != len(step.args) or len(set(kinds)) != 1 or kinds[0] not in (Kind.TILE, Kind.COL):
             raise ShapeError(
                 f"{where}: {step.op} pairs columns of tiles or of column values, not {_describe(step, types)}"
             )
         return kinds[0]
-    if Kind.TILE in kinds or {Kind.ROW, Kind.COL} <= set(kinds):
+    if Kind.TILE in kinds or (Kind.COL in kinds and {Kind.ROW, Kind.HEAD} & set(kinds)):
         return Kind.TILE
+    if Kind.HEAD in kinds:
+        return Kind.HEAD
     return next((k for k in kinds if k is not Kind.SCALAR), Kind.SCALAR)
 
 
@@ -442,10 +476,14 @@ def _describe(step: Step, types: Mapping[str, ValueType]) -> str:
 
 def _result_dtype(where: str, step: Step, types: Mapping[str, ValueType]) -> str:
     rule = step.operator.rule
-    if (rule is Rule.CAST) != (tuple(name for name, _ in step.attrs) == ("to",)) or (
-        rule is not Rule.CAST and step.attrs
-    ):
-        raise ShapeError(f"{where}: cast has one attribute, to=DTYPE; other operators have none")
+    expected = ("to",) if rule is Rule.CAST else ("heads",) if step.operator.group is Group.HEADS else ()
+    if tuple(name for name, _ in step.attrs) != expected:
+        raise ShapeError(
+            f"{where}: cast has one attribute, to=DTYPE, headsum heads=COLUMNS; other operators have none, "
+            f"found {dict(step.attrs)}"
+        )
+    if step.operator.group is Group.HEADS and not (isinstance(step.attr("heads"), int) and int(step.attr("heads")) > 0):
+        raise ShapeError(f"{where}: heads={step.attr('heads')} is no number of columns")
     if rule is Rule.CAST and step.attr("to") not in DTYPES:
         raise ShapeError(f"{where}: cast to unknown dtype {step.attr('to')}: use one of {', '.join(DTYPES)}")
     if rule is Rule.SELECT and (not isinstance(step.args[0], str) or types[step.args[0]][1] != "bool"):

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import ShapeError
-from .ops import Array
+from .ops import Array, Group
 from .program import FLOATS, EpilogueProgram, Kind, Output, Param, Rows, Step
 
+_WIDE = (Kind.TILE, Kind.COL)
 _EXACT = {"i8": np.int8, "u8": np.uint8, "i32": np.int32, "i64": np.int64, "bool": np.bool_}
 
 
@@ -45,7 +46,7 @@ def evaluate(
         values[param.name] = _hold(_place(program, param, array, acc), param.dtype, dtype)
     with np.errstate(all="ignore"):
         for step in program.steps:
-            values.update(_run(step, program.operand_dtype(step), values, dtypes, dtype))
+            values.update(_run(program, step, values, dtypes, dtype, acc.shape[-1]))
     return {o.name: _store(program, o, values[o.value], acc.shape, rows_per_batch) for o in program.outputs}
 
 
@@ -94,9 +95,30 @@ def _place(program: EpilogueProgram, param: Param, array: Array, acc: Array) -> 
 
 
 def _run(
-    step: Step, literal: str, values: Mapping[str, Array], dtypes: Mapping[str, str], dtype: np.dtype[Any]
+    program: EpilogueProgram,
+    step: Step,
+    values: Mapping[str, Array],
+    dtypes: Mapping[str, str],
+    dtype: np.dtype[Any],
+    n: int,
 ) -> dict[str, Array]:
-    args = (values[a] if isinstance(a, str) else _hold(np.asarray(a), literal, dtype) for a in step.args)
+    literal = program.operand_dtype(step)
+    args = [values[a] if isinstance(a, str) else _hold(np.asarray(a), literal, dtype) for a in step.args]
+    kinds = program.kinds()
+    if step.operator.group is Group.HEADS:
+        # A value of kind head is [.., heads, 1].
+        args = [np.broadcast_to(a, (*a.shape[:-1], n)).reshape(*a.shape[:-1], -1, program.head) for a in args]
+    elif kinds[step.names[0]] is Kind.TILE:
+        wide = next(program.width(v, n) for v in (*step.names, *step.args) if isinstance(v, str) and kinds[v] in _WIDE)
+        args = [
+            np.repeat(a[..., 0], wide // a.shape[-2], -1) if isinstance(v, str) and kinds[v] is Kind.HEAD else a
+            for v, a in zip(step.args, args, strict=True)
+        ]
+    elif kinds[step.names[0]] is Kind.HEAD:
+        args = [
+            a[..., None] if isinstance(v, str) and kinds[v] is Kind.ROW else a
+            for v, a in zip(step.args, args, strict=True)
+        ]
     results = step.operator.numpy(*args)
     results = results if isinstance(results, tuple) else (results,)
     return {name: _hold(np.asarray(r), dtypes[name], dtype) for name, r in zip(step.names, results, strict=True)}

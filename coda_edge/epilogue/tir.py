@@ -198,6 +198,9 @@ class Evaluator:
         kind = self._kinds[name]
         if kind in (Kind.ROW, Kind.SCALAR):
             place = Place(row=place.row if kind is Kind.ROW else 0)
+        elif kind is Kind.HEAD:
+            # All classes of a part are columns of the same heads.
+            place = replace(place, cls=0)
         elif kind is Kind.COL:
             place = replace(place, row=0)
         key = (name, place)

@@ -26,6 +26,7 @@ from ..targets.target import Target
 from ..weights import Weight
 from ..window import Window
 from .dot import DOTS
+from .gemm_heads import HeadShape, first_of_heads
 from .gemm_items import Kernel
 from .gemm_rows import WindowShape, WindowSizes
 from .gemm_shape import GemmShape
@@ -81,6 +82,12 @@ def lower_gemm(
         )
     if schedule is None:
         schedule = choose_gemm(target, n, k, 1 << depth(program)) if not whole else _choose_whole(target, n, k, program)
+    if program.head:
+        if windows is not None or whole:
+            raise ShapeError(f"GEMM '{name}': sums over heads are of rows and of float32")
+        if program.head % (1 << depth(program)):
+            raise ShapeError(f"GEMM '{name}': heads of {program.head} columns are not halved {depth(program)} times")
+        schedule = replace(schedule, panels=first_of_heads(schedule.panels, schedule.width, program.head))
     blocks = simplify(sympy.ceiling(sympy.sympify(rows) / schedule.block_rows))
     window: WindowShape | None = None
     sizes: tuple[Dim, ...] = ()
@@ -103,13 +110,19 @@ def lower_gemm(
         ints=(rows, *batches, *sizes),
         items=simplify(blocks * shape.groups),
         grain=schedule.grain,
-        scratch=simplify(shape.itemsize * lines + 4 * max(shape.scratch, few_rows_scratch(shape))),
+        scratch=simplify(shape.itemsize * lines + 4 * _scratch(shape)),
         finish=KernelSource(merge, lambda: Kernel(shape).merge(merge)) if count else None,
         outputs=tuple(outputs),
         flops=simplify(rows * (2 * n * k + program.flops(n))),
         bytes=simplify(_traffic(shape, rows, rows_per_batch)),
         source=source,
     )
+
+
+def _scratch(shape: GemmShape) -> int:
+    """float32 of a thread's scratch but for the lines of windows."""
+    least = max(shape.scratch, few_rows_scratch(shape))
+    return least + (HeadShape(shape, least).size if shape.waits else 0)
 
 
 def check_call(

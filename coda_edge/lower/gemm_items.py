@@ -11,12 +11,13 @@ from ..epilogue.program import Kind, Rows
 from ..epilogue.tir import STORAGE, Columns, Evaluator, Place, level
 from .body import Body, Expr, external, index, load, ramp, widen
 from .dot import DOTS
+from .gemm_heads import HeadShape, waiting_in, write_heads
 from .gemm_layout import scaled
 from .gemm_rows import MatrixRows, PackedRows, WindowRows
 from .gemm_rows import Rows as LeftRows
 from .gemm_shape import GemmShape
 from .gemm_tile import Part, Source, Tile, TileRows
-from .gemv import few_rows, write_few_rows
+from .gemv import few_rows, few_rows_scratch, write_few_rows
 from .statistics import Panels
 from .weights import PackedWeight
 
@@ -42,6 +43,7 @@ class Kernel:
         buffers = [self.a, *self.weight.params, *self.operands.values(), *self.outputs.values()]
         buffers += [self.partials, self.scratch] if shape.statistics else [self.scratch]
         batched = [self.rows_per_batch] if program.batched else []
+        self.heads = HeadShape(shape, max(shape.scratch, few_rows_scratch(shape))) if shape.waits else None
         self.left = self._left()
         self.params = [*buffers, self.rows, *batched, *self.left.params, self.begin, self.end]
 
@@ -92,6 +94,13 @@ class Kernel:
                     self._over_panels(begin, end, partial(self._whole_tile, rows))
             else:
                 self._parts(begin, end, first, last)
+            if shape.waits:
+                waiting = waiting_in(self.schedule.width, self.schedule.block_rows, shape.waiting_at)
+                tiles = partial(self._rows_of, first, last)
+                write_heads(self, begin, end, first, last, waiting, tiles)
+
+    def _rows_of(self, first: Expr, last: Expr, write: Callable[[TileRows], None]) -> None:
+        self._tiles(first, last, lambda rows, _: write(rows))
 
     def merge(self, symbol: str) -> tirx.PrimFunc:
         """The kernel that makes whole rows' statistics of the panels'."""

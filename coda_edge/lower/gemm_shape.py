@@ -66,6 +66,11 @@ class GemmShape:
         return tuple(s.result for s in rowwise if s.result in read)
 
     @property
+    def waits(self) -> bool:
+        """Whether the epilogue waits for all panels of an item: it reads sums over heads."""
+        return self.program.head > 0
+
+    @property
     def groups(self) -> int:
         """Groups of panels: an item does one of them."""
         return -(-self.panels // self.schedule.panels)
@@ -89,7 +94,7 @@ class GemmShape:
     @property
     def rows_outer(self) -> bool:
         """Whether tiles of the same rows follow each other: not where a panel is made ready for all rows, or K comes in parts."""
-        return self.schedule.rows_outer and not self.format.converts and self.parts == 1
+        return self.schedule.rows_outer and not self.format.converts and self.parts == 1 and not self.waits
 
     @property
     def packs(self) -> bool:
@@ -115,7 +120,7 @@ class GemmShape:
     def packed_at(self) -> int:
         """Where in the scratch packed rows begin."""
         waiting = self.schedule.block_rows * self.schedule.width * self.schedule.panels
-        return self.waiting_at + (waiting if self.parts > 1 else 0)
+        return self.waiting_at + (waiting if self.parts > 1 or self.waits else 0)
 
     def orders(self) -> list[list[int]]:
         """The columns of each panel, in the order in which they lie."""

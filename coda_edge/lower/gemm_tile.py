@@ -107,11 +107,12 @@ class Tile:
 
     def write(self) -> None:
         """The tile: its products, then its epilogue, or its accumulators to scratch."""
+        ends = self.part.last and not self.shape.waits
         self._begin()
-        if self.part.last:
+        if ends:
             self._touch()
         self._multiply()
-        if self.part.last:
+        if ends:
             self._epilogue()
             return
         for place, at in self._waiting():

@@ -18,6 +18,7 @@ from tvm import tirx
 
 from ..epilogue.tir import Columns, Place
 from .body import Body, Buffer, Expr, Index, f32, index, lanes, load, shuffle, widen
+from .gemm_heads import waiting_in, write_heads
 from .gemm_shape import GemmShape
 from .gemm_tile import LINE, Tile, TileRows, pieces
 from .weights import WeightFormat, WeightPanel
@@ -48,7 +49,8 @@ def few_rows(shape: GemmShape) -> int:
 
 def few_rows_scratch(shape: GemmShape) -> int:
     """float32 of scratch when rows are few: hoisted row values, the prepared rows of A, and sums that wait for the epilogue."""
-    return _waiting_at(shape) + PANELS * few_rows(shape) * shape.schedule.width
+    waiting = shape.schedule.panels if shape.waits else PANELS
+    return _waiting_at(shape) + waiting * few_rows(shape) * shape.schedule.width
 
 
 def _waiting_at(shape: GemmShape) -> int:
@@ -72,6 +74,11 @@ def write_few_rows(kernel: Kernel) -> None:
             rows = [index(0), *(body.let(tirx.min(index(i), kernel.rows - 1), "row") for i in range(1, count))]
             valid = [None if i <= least else index(i) < kernel.rows for i in range(count)]
             tile_rows = TileRows(index(0), index(1), index(0), rows, valid)
+            if shape.waits:
+                with body.loop(kernel.begin, kernel.end, "item") as item:
+                    _whole_heads(kernel, tile_rows, body.let(item * schedule.panels, "first_panel"))
+                least = count
+                continue
             if whole:
                 stop = body.let(tirx.min(end, index(whole)), "stop")
                 _panels(kernel, shape.columns(schedule.width), tile_rows, begin, stop)
@@ -82,11 +89,37 @@ def write_few_rows(kernel: Kernel) -> None:
         least = count
 
 
+def _whole_heads(kernel: Kernel, rows: TileRows, begin: Expr) -> None:
+    """The panels of an item, from ``begin`` on, and then their epilogue."""
+    body, shape, schedule = kernel.body, kernel.shape, kernel.schedule
+    whole, rest = divmod(shape.n, schedule.width)
+    many = _at_a_time(kernel, rows)
+    end = body.let(tirx.min(begin + schedule.panels, index(shape.panels)), "end")
+    count = body.let(tirx.min(end, index(whole)) - begin, "count")
+    columns = shape.columns(schedule.width)
+    steps = body.let(tirx.floordiv(count, index(many)), "steps")
+    with body.loop(0, steps, "step") as step:
+        slot = body.let(step * many, "slot")
+        _Products(kernel, columns, rows, [begin + slot + i for i in range(many)]).write(slot)
+    if many > 1:
+        with body.loop(steps * many, count, "slot") as slot:
+            _single(kernel, columns, rows, begin + slot, slot)
+    if rest:
+        with body.when(end > index(whole)):
+            _single(kernel, shape.columns(rest), rows, index(whole), index(whole) - begin)
+    waiting = waiting_in(schedule.width, len(rows.rows), _waiting_at(shape))
+    write_heads(kernel, begin, end, index(0), kernel.rows, waiting, lambda write: write(rows))
+
+
+def _at_a_time(kernel: Kernel, rows: TileRows) -> int:
+    """How many panels are gone over side by side: as many as registers have room for."""
+    held = kernel.schedule.rows // len(rows.rows)
+    return max(1, min(PANELS, 1 << max(held, 1).bit_length() - 1))
+
+
 def _panels(kernel: Kernel, columns: Columns, rows: TileRows, begin: Expr, stop: Expr) -> None:
     """Whole panels: as many at a time as registers have room for, and what is left one by one."""
-    body, schedule = kernel.body, kernel.schedule
-    held = schedule.rows // len(rows.rows)
-    many = max(1, min(PANELS, 1 << max(held, 1).bit_length() - 1))
+    body, many = kernel.body, _at_a_time(kernel, rows)
     with body.loop(0, tirx.floordiv(stop - begin + (many - 1), index(many)), "step") as step:
         first = body.let(begin + step * many, "first")
         count = body.let(tirx.min(stop - first, index(many)), "count")
