@@ -15,6 +15,7 @@ from .files import creatable, existing
 
 if TYPE_CHECKING:
     from .onnxruntime import Packaged
+    from .onnxruntime.packaging import Weights
 
 _FORMS = ("ort", "bundle", "shared", "static", "c")
 
@@ -29,6 +30,7 @@ class _Request:
     target: str
     name: str | None
     bare: bool
+    weights: Weights
     verify: bool
     shapes: Mapping[str, tuple[int | str, ...]] | None
 
@@ -51,6 +53,13 @@ class _Request:
 @click.option("--target", default="native", show_default=True, help="What to build for; see coda-edge targets.")
 @click.option("--name", help="What symbols and files of a linked model begin with; MODEL by default.")
 @click.option("--bare", is_flag=True, help="Of shared and static: without an operating system.")
+@click.option(
+    "--weights",
+    type=click.Choice(("model", "library")),
+    default="model",
+    show_default=True,
+    help="Of ort: which file has the weights. Without the library, only a model that has them runs.",
+)
 @click.option("--no-verify", is_flag=True, help="Do not compare with the source model.")
 def command(
     model: Path,
@@ -59,6 +68,7 @@ def command(
     target: str,
     name: str | None,
     bare: bool,
+    weights: Weights,
     no_verify: bool,
     shapes: dict[str, tuple[int | str, ...]],
     as_json: bool,
@@ -68,7 +78,7 @@ def command(
         raise InvalidModel(
             f"{model} is a bundle, whose kernels are linked already: give the ONNX model that it was made of"
         )
-    request = _Request(model, form, output, target, name, bare, not no_verify, shapes or None)
+    request = _Request(model, form, output, target, name, bare, weights, not no_verify, shapes or None)
     described, lines = (_for_onnxruntime if form == "ort" else _for_program)(request)
     click.echo(json.dumps(described | {"form": form}) if as_json else "\n".join(lines))
 
@@ -96,7 +106,7 @@ def _for_onnxruntime(request: _Request) -> _Shown:
 
     stem = request.output or request.model.with_suffix(".ort")
     onnx_file, library = (creatable(stem.with_name(stem.name + suffix)) for suffix in (".onnx", ".so"))
-    packaged = package(request.model, target=request.target, shapes=request.shapes, verify=request.verify)
+    packaged = package(request.model, request.target, request.shapes, request.verify, weights=request.weights)
     packaged.save(onnx_file, library)
     kinds = len(set(packaged.operators.values()))
     lines = [

@@ -7,9 +7,9 @@ inputs' shapes, a size that only another node's inputs show, say, leaves it to i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,17 +19,16 @@ import sympy
 from .. import ir
 from ..bundle.format import DTYPES, MAX_RANK
 from ..bundle.plan import ExprTable
-from ..epilogue.program import EpilogueProgram
-from ..epilogue.tir import depth
 from ..errors import CodaError
 from ..frontend import Constraint, infer
+from ..ir import Array
 from ..lower import KERNELS
-from ..lower.gemm_shape import GemmShape
 from ..lower.kernel import KernelCall, KernelSource, Packed, Workspace
 from ..lower.registry import Context
-from ..schedule.gemm import choose_gemm
+from ..schedule import Schedules
 from ..symbolic import Dim, simplify, symbol
 from ..targets import Target
+from .constants import Layout, part_of
 
 # The interpreter's limits; operators.h has the same.
 MAX_TENSORS = 48
@@ -37,6 +36,10 @@ MAX_OPERANDS = 64
 MAX_INTS = 96
 MAX_SIZES = 512
 _MAX_EMBEDDED = 1 << 20
+
+
+# What a kernel reads of a node: an input, or a part of one that is stored otherwise.
+_Place: TypeAlias = "int | tuple[int, str]"
 
 
 class _Unsuitable(Exception):
@@ -53,31 +56,11 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Packing:
-    """Weights ``[rows, columns]``, input ``input``, in panels of ``width`` columns, which lie in ``order``; the last in ``last_order``."""
-
-    input: int
-    rows: int
-    columns: int
-    width: int
-    order: tuple[int, ...]
-    last_order: tuple[int, ...]
-
-    def apply(self, weights: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The packed weights, flat, as the library makes them."""
-        panels = []
-        for start in range(0, self.columns, self.width):
-            order = self.order if start + self.width <= self.columns else self.last_order
-            panels.append(weights[:, [start + c for c in order]].ravel())
-        return np.concatenate(panels)
-
-
-@dataclass(frozen=True)
 class Operand:
-    """A kernel's buffer: ``input``, ``output``, ``workspace`` or ``constant`` of that number, or ``packed``."""
+    """A kernel's buffer: ``input``, ``output``, ``workspace``, ``constant`` or ``weight`` of that number."""
 
     origin: str
-    index: int = 0
+    index: int
 
 
 @dataclass(frozen=True)
@@ -106,14 +89,17 @@ class Required:
 
 @dataclass(eq=False)
 class Operator:
-    """One custom operator. ``symbols``: for each symbol of ``sizes``, the input and axis that it is."""
+    """One custom operator. ``symbols``: for each symbol of ``sizes``, the input and axis that it is.
+
+    ``constants`` are its own, ``weights`` those that the library has for each node: how many bytes each has.
+    """
 
     inputs: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
     sizes: ExprTable = field(default_factory=ExprTable)
     workspaces: tuple[int, ...] = ()
     constants: tuple[bytes, ...] = ()
-    packing: Packing | None = None
+    weights: tuple[int, ...] = ()
     steps: tuple[Step, ...] = ()
     required: tuple[Required, ...] = ()
 
@@ -126,38 +112,61 @@ class Operator:
         """Eight hex digits of all that the operator does; the names of its tensors are not part of that."""
         tensors = [[(t.dtype, t.dims) for t in side] for side in (self.inputs, self.outputs)]
         sizes = [(int(e.op), e.a, e.b) for e in self.sizes.entries]
-        rest = (self.workspaces, self.constants, self.packing, self.steps, self.required)
+        rest = (self.workspaces, self.constants, self.weights, self.steps, self.required)
         text = repr((tensors, sizes, self.sizes.symbols, rest))
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
-class Claims:
-    """``operators``: by node name, what it becomes. ``left``: by node name, why it stays a function. ``kernels``: to build."""
+class Call:
+    """How a node calls its operator: with those of its inputs that are ``kept``, then the parts of ``layouts``, by input, or of ``weights``."""
 
-    operators: dict[str, Operator]
+    operator: Operator
+    kept: tuple[int, ...]
+    layouts: dict[int, Layout]
+    weights: tuple[Array, ...]
+
+
+@dataclass(frozen=True)
+class Claims:
+    """``calls``: by node name, what it becomes. ``left``: by node name, why it stays a function. ``kernels``: to build."""
+
+    calls: dict[str, Call]
     left: dict[str, str]
     kernels: list[KernelSource]
 
+    @property
+    def operators(self) -> dict[str, Operator]:
+        """By node name, its operator."""
+        return {name: call.operator for name, call in self.calls.items()}
 
-def claim(graph: gs.Graph, target: Target, constraints: Sequence[Constraint] = ()) -> Claims:
+
+def claim(
+    graph: gs.Graph,
+    target: Target,
+    constraints: Sequence[Constraint] = (),
+    schedules: Schedules | None = None,
+    in_library: bool = False,
+) -> Claims:
     """The operators of ``graph``, in normal form and after the passes. Node names must be distinct.
 
-    ``constraints`` are asked for by the first operator that knows the sizes they are about.
+    ``constraints`` are asked for by the first operator that knows the sizes they are about. ``schedules``: where measured ones are
+    looked up. ``in_library``: the library has the constants, which are no inputs then.
     """
     info = infer(graph)
     pending = [*constraints, *(c for c in info.constraints if c.relation != "=")]
     claims = Claims({}, {}, [])
     kernels: dict[str, KernelSource] = {}
+    known = Schedules.packaged() if schedules is None else schedules
     for node in ir.in_order(graph):
         if node.domain != ir.DOMAIN:
             continue
         try:
-            operator, sources, pending = _Maker(node, target, info.values).make(pending)
+            call, sources, pending = _Maker(node, target, info.values, known, in_library).make(pending)
         except (_Unsuitable, CodaError) as e:
             claims.left[node.name] = str(e)
             continue
-        claims.operators[node.name] = operator
+        claims.calls[node.name] = call
         for source in sources:
             kernels.setdefault(source.symbol, source)
     claims.kernels.extend(kernels.values())
@@ -165,37 +174,75 @@ def claim(graph: gs.Graph, target: Target, constraints: Sequence[Constraint] = (
 
 
 class _Maker:
-    """One node's operator."""
+    """One node's operator. Its inputs are the node's variables, plain constants, and parts of constants in the kernels' layout."""
 
-    def __init__(self, node: gs.Node, target: Target, values: Mapping[str, npt.NDArray[Any]]) -> None:
+    def __init__(
+        self,
+        node: gs.Node,
+        target: Target,
+        values: Mapping[str, npt.NDArray[Any]],
+        schedules: Schedules,
+        in_library: bool,
+    ) -> None:
         self._node = node
-        self._target = target
+        self._in_library = in_library
         self._sizes = ExprTable()
-        self._bound = _bindings([ir.shape(t) for t in node.inputs])
+        self._variables = [i for i, t in enumerate(node.inputs) if not isinstance(t, gs.Constant)]
+        self._bound = _bindings([ir.shape(node.inputs[i]) for i in self._variables])
         self._inputs = {t.name: i for i, t in reversed(list(enumerate(node.inputs)))}
         self._outputs = {t.name: i for i, t in enumerate(node.outputs)}
-        self._context = Context(target, {n: v for n, v in values.items() if n in self._inputs and self._knows(v)})
+        known = {n: v for n, v in values.items() if n in self._inputs and self._knows(v)}
+        self._context = Context(target, known, narrow=True, schedules=schedules)
         self._workspaces: list[Workspace] = []
         self._constants: list[bytes] = []
-        self._packing: Packing | None = None
+        self._layouts: dict[int, Layout] = {}
+        self._plain: set[int] = set()
 
-    def make(self, constraints: Sequence[Constraint]) -> tuple[Operator, list[KernelSource], list[Constraint]]:
-        """The operator, its kernels, and the constraints that it does not ask for."""
+    def make(self, constraints: Sequence[Constraint]) -> tuple[Call, list[KernelSource], list[Constraint]]:
+        """The call of the operator, its kernels, and the constraints that it does not ask for."""
         node = self._node
         if not all(t.name for t in (*node.inputs, *node.outputs)):
             raise _Unsuitable("an input or output is left out")
         calls = KERNELS[node.op](node, self._context)
-        inputs, outputs = self._tensors(node.inputs), self._tensors(node.outputs)
-        steps = tuple(self._step(call) for call in calls)
+        found = [[self._operand(b) for b in call.buffers] for call in calls]
+        kept, places, inputs, weights = self._places()
+        outputs = tuple(self._tensor(t.name, t.dtype, ir.shape(t)) for t in node.outputs)
+        steps = tuple(
+            self._step(call, tuple(o if isinstance(o, Operand) else places[o] for o in operands))
+            for call, operands in zip(calls, found, strict=True)
+        )
         workspaces = tuple(self._size(w.size) for w in self._workspaces)
         mine = [c for c in constraints if self._free(c.left, c.right) <= self._bound.keys()]
         required = tuple(r for r in map(self._required, mine) if r is not None)
-        operator = Operator(
-            inputs, outputs, self._sizes, workspaces, tuple(self._constants), self._packing, steps, required
-        )
+        sizes = tuple(w.nbytes for w in weights)
+        operator = Operator(inputs, outputs, self._sizes, workspaces, tuple(self._constants), sizes, steps, required)
         _check_limits(operator)
         sources = [s for call in calls for s in (call.kernel, call.finish) if s is not None]
-        return operator, sources, [c for c in constraints if c not in mine]
+        layouts = {} if self._in_library else self._layouts
+        return Call(operator, kept, layouts, weights), sources, [c for c in constraints if c not in mine]
+
+    def _places(self) -> tuple[tuple[int, ...], dict[_Place, Operand], tuple[Tensor, ...], tuple[Array, ...]]:
+        """The node's inputs that are kept, where everything that kernels read of it is, the operator's inputs, and the library's weights."""
+        node = self._node
+        constants = [i for i, t in enumerate(node.inputs) if isinstance(t, gs.Constant) and i not in self._layouts]
+        kept = [*self._variables, *(() if self._in_library else sorted({*constants, *self._plain}))]
+        inputs = [self._tensor(t.name, t.dtype, ir.shape(t)) for t in (node.inputs[i] for i in kept)]
+        places: dict[_Place, Operand] = {i: Operand("input", at) for at, i in enumerate(kept)}
+        weights: list[Array] = []
+        if self._in_library:
+            for i in sorted(self._plain - places.keys()):
+                places[i] = Operand("weight", len(weights))
+                weights.append(np.ascontiguousarray(node.inputs[i].values))
+        for i, layout in self._layouts.items():
+            for part, data in layout.parts.items():
+                if self._in_library:
+                    places[i, part] = Operand("weight", len(weights))
+                    weights.append(data)
+                    continue
+                places[i, part] = Operand("input", len(inputs))
+                name = ".".join(filter(None, (node.inputs[i].name, part)))
+                inputs.append(self._tensor(name, data.dtype, data.shape))
+        return tuple(kept), places, tuple(inputs), tuple(weights)
 
     def _knows(self, values: npt.NDArray[Any]) -> bool:
         return self._free(*values.reshape(-1)) <= self._bound.keys()
@@ -212,50 +259,54 @@ class _Maker:
             raise _Unsuitable(f"size {', '.join(unknown)} does not follow from its inputs' shapes")
         return self._sizes.add(simplify(dim.subs(self._bound, simultaneous=True)))
 
-    def _tensors(self, tensors: Iterable[ir.Tensor]) -> tuple[Tensor, ...]:
-        found = []
-        for i, tensor in enumerate(tensors):
-            dtype, dims = str(np.dtype(tensor.dtype).name), ir.shape(tensor)
-            if dtype not in DTYPES or len(dims) > MAX_RANK:
-                raise _Unsuitable(f"'{tensor.name}' is {dtype} of rank {len(dims)}, which kernels do not take")
-            found.append(Tensor(tensor.name or str(i), dtype, tuple(self._size(d) for d in dims)))
-        return tuple(found)
+    def _tensor(self, name: str, dtype: npt.DTypeLike, dims: Sequence[Dim]) -> Tensor:
+        spelled = np.dtype(dtype).name
+        if spelled not in DTYPES or len(dims) > MAX_RANK:
+            raise _Unsuitable(f"'{name}' is {spelled} of rank {len(dims)}, which kernels do not take")
+        return Tensor(name, spelled, tuple(self._size(d) for d in dims))
 
-    def _step(self, call: KernelCall) -> Step:
+    def _step(self, call: KernelCall, operands: tuple[Operand, ...]) -> Step:
         return Step(
             name=call.kernel.symbol,
             kernel=call.kernel.symbol,
             finish=call.finish.symbol if call.finish is not None else None,
-            operands=tuple(self._operand(b) for b in call.buffers),
+            operands=operands,
             ints=tuple(self._size(d) for d in call.ints),
             items=self._size(call.items),
             scratch=self._size(call.scratch),
             grain=call.grain,
         )
 
-    def _operand(self, buffer: str | Packed | Workspace) -> Operand:
+    def _operand(self, buffer: str | Packed | Workspace) -> Operand | _Place:
         if isinstance(buffer, Workspace):
             self._workspaces.append(buffer)
             return Operand("workspace", len(self._workspaces) - 1)
         if isinstance(buffer, Packed):
             return self._constant(buffer)
-        for origin, tensors in (("output", self._outputs), ("input", self._inputs)):
-            if buffer in tensors:
-                return Operand(origin, tensors[buffer])
-        raise _Unsuitable(f"a kernel reads '{buffer}', which is neither its input nor its output")
+        if buffer in self._outputs:
+            return Operand("output", self._outputs[buffer])
+        if buffer not in self._inputs:
+            raise _Unsuitable(f"a kernel reads '{buffer}', which is neither its input nor its output")
+        return self._input(self._inputs[buffer])
 
-    def _constant(self, packed: Packed) -> Operand:
-        """A constant is an input of the node, as it is or packed, or else small enough for the library to hold."""
-        position = self._inputs.get(packed.name)
+    def _input(self, position: int) -> _Place:
+        if isinstance(self._node.inputs[position], gs.Constant):
+            self._plain.add(position)
+        return position
+
+    def _constant(self, packed: Packed) -> Operand | _Place:
+        """A constant of an input, as that is or in a layout of its own, or else small enough for the library to hold."""
         data = np.ascontiguousarray(packed.data)
+        found = part_of(packed, self._node)
+        position = found[0] if found is not None else self._inputs.get(packed.name)
         if position is not None and _same(self._node.inputs[position], data):
-            return Operand("input", position)
-        if self._node.op == "Gemm" and self._packing is None:
-            packing = _gemm_packing(self._node, self._target)
-            weights = np.asarray(self._node.inputs[1].values)
-            if np.array_equal(packing.apply(weights).view(np.uint8), data.reshape(-1).view(np.uint8)):
-                self._packing = packing
-                return Operand("packed")
+            return self._input(position)
+        if found is not None:
+            position, part = found
+            new = Layout(self._node.inputs[position], {}, packed.columns if not part else ())
+            layout = self._layouts.setdefault(position, new)
+            if np.array_equal(layout.parts.setdefault(part, data).view(np.uint8), data.view(np.uint8)):
+                return position, part
         if data.nbytes > _MAX_EMBEDDED:
             raise _Unsuitable(f"constant '{packed.name}' of {data.nbytes} bytes is in a layout of its own")
         self._constants.append(data.tobytes())
@@ -299,16 +350,6 @@ def _bindings(shapes: Sequence[tuple[Dim, ...]]) -> dict[sympy.Symbol, Dim]:
                 bound[left[0]] = simplify((symbol(f"in{i}_{axis}") - known) / factor)
                 progress = True
     return bound
-
-
-def _gemm_packing(node: gs.Node, target: Target) -> Packing:
-    """How the GEMM's kernel wants its weights."""
-    k, n = (int(d) for d in node.inputs[1].shape)
-    program = EpilogueProgram.parse(node.attrs["epilogue"])
-    schedule = choose_gemm(target, n, k, 1 << depth(program))
-    shape, rest = GemmShape(program, n, k, schedule), n % schedule.width
-    order = tuple(shape.columns(schedule.width).permutation()) if n >= schedule.width else ()
-    return Packing(1, k, n, schedule.width, order, tuple(shape.columns(rest).permutation()) if rest else ())
 
 
 def _same(tensor: ir.Tensor, data: npt.NDArray[Any]) -> bool:

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy.typing as npt
 import onnx
+from onnx import helper, numpy_helper
 
 from .. import export, frontend
+from ..calibrate import measure_on
 from ..driver import Model, Progress
 from ..errors import InvalidModel, TargetError
 from ..files import atomic
 from ..inputs import bound_specs
-from ..ir import DOMAIN
+from ..ir import DOMAIN, Array
 from ..passes import run_pipeline
+from ..schedule import Schedules
 from ..targets import Target, get
 from ..verify import Runner, Verifier, ort_session
 from .build import build
-from .operators import Claims, claim
+from .constants import digest
+from .operators import Call, Claims, claim
 
 if TYPE_CHECKING:
     import onnxruntime
+
+Weights = Literal["model", "library"]
 
 
 @dataclass(frozen=True)
@@ -56,11 +63,13 @@ def package(
     shapes: Mapping[str, tuple[int | str, ...]] | None = None,
     verify: bool = True,
     progress: Progress | None = None,
+    weights: Weights = "model",
 ) -> Packaged:
     """Rewrites ``model`` and compiles its ``coda`` nodes into custom operators for ``target``; all other nodes stay as they are.
 
     ``shapes`` pins input dimensions. ``verify`` compares both ways of running with the source model, on made-up inputs.
-    ``progress(stage, fraction)`` hears how far each stage is.
+    ``progress(stage, fraction)`` hears how far each stage is. ``weights``: where the operators' constants are, in the kernels' layout: in the
+    ``"model"``, or in the ``"library"``, without which the model does not run then.
 
     Raises InvalidModel, ShapeError, TargetError, or VerificationError naming the way that fails.
     """
@@ -68,30 +77,39 @@ def package(
     chosen = get(target)
     if chosen.tvm["kind"] != "llvm":
         raise TargetError(f"target '{chosen.name}' is no CPU: custom operators are built for CPUs only")
+    # Products of bytes have no form in functions.
+    chosen = get(chosen.base) if chosen.base else chosen
     tell("load", 0.0)
     loaded = frontend.load(model)
     tell("normalize", 0.0)
     normal = frontend.to_normal_form(loaded, dict(shapes) if shapes else None)
-    run_pipeline(normal.graph, lambda done: tell(f"pass {done.name}", 0.5))
+    specs = bound_specs(loaded, normal.graph)
+    verifier = None
+    if verify:
+        tell("reference", 0.0)
+        by_data = frontend.decided_by_data(normal.graph)
+        verifier = Verifier.of_model(loaded, specs, allowed=normal.allows, by_data=by_data)
+    known = Schedules.packaged()
+    measure = None if verifier is None else measure_on([feeds for feeds, _ in verifier.cases])
+    absorbs = partial(known.absorbs, chosen.measured_as)
+    run_pipeline(normal.graph, lambda done: tell(f"pass {done.name}", 0.5), measure, absorbs)
     tell("export", 0.0)
     exported = export.to_model(normal.graph, narrow=True)
     tell("lower", 0.0)
-    claims = claim(normal.graph, chosen, normal.constraints)
-    if not claims.operators:
+    claims = claim(normal.graph, chosen, normal.constraints, known, in_library=weights == "library")
+    if not claims.calls:
         raise InvalidModel(
             "nothing in the model becomes a kernel, so there is no library to make: onnxruntime runs it as it is"
         )
     named = _rename(exported, claims)
     tell("build kernels", 0.0)
-    library = build({name: claims.operators[node] for node, name in _firsts(named).items()}, claims.kernels, chosen)
+    operators = {name: claims.calls[node].operator for node, name in named.items()}
+    library = build(operators, claims.kernels, chosen, _weights(claims))
     error = None
-    if verify:
+    # onnxruntime draws other random numbers each time: there is nothing to compare with.
+    if verifier is not None and not verifier.random:
         tell("verify", 0.0)
-        specs = bound_specs(loaded, normal.graph)
-        by_data = frontend.decided_by_data(normal.graph)
-        verifier = Verifier.of_model(loaded, specs, allowed=normal.allows, by_data=by_data)
-        # onnxruntime draws other random numbers each time: there is nothing to compare with.
-        error = None if verifier.random else _verify(verifier, exported, library, chosen)
+        error = _verify(verifier, exported, library, chosen, alone=weights == "model")
     tell("done", 1.0)
     return Packaged(exported, library, named, claims.left, error)
 
@@ -109,30 +127,33 @@ def session(
     return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
-def _firsts(named: Mapping[str, str]) -> dict[str, str]:
-    """Of all nodes with one operator, the first."""
-    first: dict[str, str] = {}
-    for node, name in named.items():
-        first.setdefault(name, node)
-    return {node: name for name, node in first.items()}
-
-
 def _rename(model: onnx.ModelProto, claims: Claims) -> dict[str, str]:
-    """Gives each claimed node, and its function, a name that says what its operator does too; returns the names by node.
+    """Gives each claimed node, and its function, a name that says what its operator does too, and its constants in their layout.
 
-    A function is equal for GEMMs of any width; an operator is not.
+    Returns the names by node. A function is equal for GEMMs of any width; an operator is not. Of a node whose weights the library has, there is no function.
     """
     functions = {f.name: f for f in model.functions}
     named: dict[str, str] = {}
     made: dict[str, onnx.FunctionProto] = {}
+    stored: dict[str, str] = {}
     for node in model.graph.node:
-        if node.domain != DOMAIN or node.name not in claims.operators:
+        if node.domain != DOMAIN or node.name not in claims.calls:
             continue
-        name = f"{node.op_type}_{claims.operators[node.name].key()}"
-        if name not in made:
-            made[name] = onnx.FunctionProto()
-            made[name].CopyFrom(functions[node.op_type])
-            made[name].name = name
+        call = claims.calls[node.name]
+        name = f"{node.op_type}_{call.operator.key()}"
+        if name not in made and not call.weights:
+            made[name] = _function(functions[node.op_type], name, call)
+        inputs = [node.input[i] for i in call.kept]
+        for position, layout in call.layouts.items():
+            for part, data in layout.parts.items():
+                key = digest(data)
+                if key not in stored:
+                    stored[key] = ".".join(filter(None, (node.input[position], part, key)))
+                    model.graph.initializer.append(numpy_helper.from_array(data, stored[key]))
+                inputs.append(stored[key])
+        node.input[:] = inputs
+        if call.weights:
+            node.attribute.append(helper.make_attribute("weights", " ".join(digest(w) for w in call.weights)))
         named[node.name] = node.op_type = name
     used = {n.op_type for owner in (model.graph, *model.functions) for n in owner.node if n.domain == DOMAIN}
     kept = [f for f in functions.values() if f.name in used]
@@ -142,12 +163,64 @@ def _rename(model: onnx.ModelProto, claims: Claims) -> dict[str, str]:
     for function in model.functions:
         for i, node in enumerate(function.node):
             node.name = f"{node.op_type}_{i}"
+    _prune(model.graph)
     return named
 
 
-def _verify(verifier: Verifier, exported: onnx.ModelProto, library: bytes, target: Target) -> float | None:
-    """The error with the library; None if this machine cannot run it. Raises VerificationError."""
-    verifier.check(_runner(ort_session(exported)), "the model without its library")
+def _function(source: onnx.FunctionProto, name: str, call: Call) -> onnx.FunctionProto:
+    """The function ``source`` over the inputs of ``call``'s operator."""
+    made = onnx.FunctionProto()
+    made.CopyFrom(source)
+    made.name = name
+    inputs, before = [source.input[i] for i in call.kept], list[onnx.NodeProto]()
+    for position, layout in call.layouts.items():
+        plain = source.input[position]
+        names = [f"{plain}_{part or 'stored'}" for part in layout.parts]
+        inputs += names
+        before += layout.undo(names, plain)
+    made.input[:] = inputs
+    nodes = [*before, *source.node]
+    del made.node[:]
+    made.node.extend(nodes)
+    return made
+
+
+def _prune(graph: onnx.GraphProto) -> None:
+    """Removes the initializers that nobody reads any more, and the nodes that made something of them only."""
+    needed = {o.name for o in graph.output}
+    nodes = []
+    for node in reversed(graph.node):
+        if needed.intersection(node.output):
+            needed.update(_reads(node))
+            nodes.append(node)
+    kept = [t for t in graph.initializer if t.name in needed]
+    rest = onnx.GraphProto()
+    rest.node.extend(reversed(nodes))
+    rest.initializer.extend(kept)
+    del graph.node[:], graph.initializer[:]
+    graph.node.extend(rest.node)
+    graph.initializer.extend(rest.initializer)
+
+
+def _reads(node: onnx.NodeProto) -> Iterator[str]:
+    """What a node reads, also in its nested graphs."""
+    yield from node.input
+    for attribute in node.attribute:
+        for graph in (attribute.g, *attribute.graphs):
+            yield from (value.name for value in graph.output)
+            for inner in graph.node:
+                yield from _reads(inner)
+
+
+def _weights(claims: Claims) -> dict[str, Array]:
+    """What the library holds, by digest."""
+    return {digest(w): w for call in claims.calls.values() for w in call.weights}
+
+
+def _verify(verifier: Verifier, exported: onnx.ModelProto, library: bytes, target: Target, alone: bool) -> float | None:
+    """The error with the library; None if this machine cannot run it. ``alone``: it runs without, too. Raises VerificationError."""
+    if alone:
+        verifier.check(_runner(ort_session(exported)), "the model without its library")
     if target.missing():
         return None
     with tempfile.TemporaryDirectory() as folder:

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..bundle.format import DTYPES
-from .operators import Operator, Packing, Step, Tensor
+from .operators import Operator, Step, Tensor
 
 _ORIGINS = {
     "input": "FROM_INPUT",
     "output": "FROM_OUTPUT",
     "workspace": "FROM_WORKSPACE",
     "constant": "FROM_CONSTANT",
-    "packed": "FROM_PACKED",
+    "weight": "FROM_WEIGHT",
 }
 
 
-def tables(operators: Mapping[str, Operator], features: Sequence[str]) -> str:
-    """The C source that defines ``operators`` by name, and the CPU ``features`` that their kernels need."""
+def tables(operators: Mapping[str, Operator], features: Sequence[str], weights: Mapping[str, int]) -> str:
+    """The C source that defines ``operators`` by name, the CPU ``features`` that their kernels need, and ``weights``: bytes by digest.
+
+    The weights themselves are the symbols ``coda_weight_<digest>``.
+    """
     kernels = {k for op in operators.values() for s in op.steps for k in (s.kernel, s.finish) if k}
     writer = _Writer()
     rows = [writer.operator(i, name, op) for i, (name, op) in enumerate(operators.items())]
@@ -26,11 +29,13 @@ def tables(operators: Mapping[str, Operator], features: Sequence[str]) -> str:
             '#include "operators.h"',
             "",
             *(f"extern int32_t {k}(const uint64_t *buffers, const int64_t *ints);" for k in sorted(kernels)),
+            *(f"extern const uint8_t coda_weight_{w}[];" for w in weights),
             "",
             *writer.lines,
             f"const coda_operator CODA_OPERATORS[] = {_braces(rows)};",
             f"const uint32_t CODA_OPERATOR_COUNT = {len(rows)};",
             f"coda_custom_op CODA_CUSTOM_OPS[{len(rows)}];",
+            f"const coda_weight CODA_WEIGHTS[] = {_braces([*(_weight(w, n) for w, n in weights.items()), '{0}'])};",
             f"const char *const CODA_FEATURES[] = {_braces([*map(_text, features), 'NULL'])};",
             "",
         ]
@@ -58,7 +63,7 @@ class _Writer:
             *self._counted("coda_size", f"{prefix}_sizes", sizes),
             *self._counted("uint32_t", f"{prefix}_workspaces", map(str, op.workspaces)),
             self._array("void *const", f"{prefix}_constants", constants),
-            self._packing(f"{prefix}_packing", op.packing),
+            *self._counted("uint64_t", f"{prefix}_weights", map(str, op.weights)),
             *self._counted(
                 "coda_step", f"{prefix}_steps", [self._step(f"{prefix}_step{i}", s) for i, s in enumerate(op.steps)]
             ),
@@ -100,17 +105,6 @@ class _Writer:
             ]
         )
 
-    def _packing(self, name: str, packing: Packing | None) -> str:
-        if packing is None:
-            return "NULL"
-        orders = [
-            self._array("uint16_t", f"{name}_{which}", map(str, order))
-            for which, order in (("order", packing.order), ("last", packing.last_order))
-        ]
-        sizes = map(str, (packing.input, packing.rows, packing.columns, packing.width))
-        self.lines.append(f"static const coda_packing {name} = {_braces([*sizes, *orders])};")
-        return f"&{name}"
-
     def _bytes(self, name: str, data: bytes) -> str:
         self.lines.append(f"static const _Alignas(ALIGNMENT) uint8_t {name}[] = {_braces(map(str, data))};")
         return name
@@ -118,6 +112,10 @@ class _Writer:
 
 def _braces(items: Iterable[str]) -> str:
     return "{" + ", ".join(items) + "}"
+
+
+def _weight(digest: str, size: int) -> str:
+    return _braces([_text(digest), f"coda_weight_{digest}", str(size)])
 
 
 def _int64(value: int) -> str:

@@ -1,4 +1,4 @@
-/* A node's kernel: packs its weights when it is made, and runs its steps on onnxruntime's threads, in onnxruntime's
+/* A node's kernel: finds its constants when it is made, and runs its steps on onnxruntime's threads, in onnxruntime's
  * memory. */
 #include <inttypes.h>
 #include <stdatomic.h>
@@ -19,7 +19,8 @@ typedef struct {
   const OrtApi *api;
   const coda_operator *op;
   OrtMemoryInfo *memory;
-  float *packed;
+  uint64_t constants[MAX_TENSORS]; /* addresses of the inputs that are constant; 0: it is none */
+  uint64_t *weights; /* addresses of what the library holds */
   int64_t cores;
   char name[MAX_NAME];
 } node_kernel;
@@ -27,16 +28,6 @@ typedef struct {
 /* --- making ------------------------------------------------------------------------------------------------------- */
 
 static size_t padded(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
-
-static void pack(const coda_packing *p, const float *weights, float *panels) {
-  for (int64_t start = 0; start < p->columns; start += p->width) {
-    const int64_t left = p->columns - start, width = left < p->width ? left : p->width;
-    const uint16_t *order = width == p->width ? p->order : p->last_order;
-    for (int64_t row = 0; row < p->rows; row++)
-      for (int64_t i = 0; i < width; i++)
-        *panels++ = weights[row * p->columns + start + order[i]];
-  }
-}
 
 static OrtStatus *read_shape(const OrtApi *api, const OrtValue *value, int *type, size_t *rank, int64_t *dims) {
   OrtTensorTypeAndShapeInfo *info;
@@ -50,32 +41,83 @@ static OrtStatus *read_shape(const OrtApi *api, const OrtValue *value, int *type
   return status;
 }
 
-static OrtStatus *pack_weights(node_kernel *kernel, const OrtKernelInfo *info) {
+static OrtStatus *check_type(const node_kernel *kernel, uint32_t i, int type, size_t rank) {
+  const coda_tensor *expected = &kernel->op->inputs[i];
+  if (type == expected->type && rank == expected->rank)
+    return NULL;
+  return coda_fail(kernel->api, ORT_INVALID_ARGUMENT,
+                   "node '%s' (coda::%s): input '%s' has element type %d and %zu dimensions, expected type %d and %u: "
+                   "use the model and the library of one build",
+                   kernel->name, kernel->op->name, expected->name, type, rank, expected->type, expected->rank);
+}
+
+/* Keeps the addresses of constant inputs, which onnxruntime leaves where they are, so that runs need not ask for them. */
+static OrtStatus *find_constants(node_kernel *kernel, const OrtKernelInfo *info) {
   const OrtApi *api = kernel->api;
-  const coda_packing *p = kernel->op->packing;
-  const OrtValue *value = NULL;
-  int constant = 0, type;
-  size_t rank;
-  int64_t dims[MAX_RANK];
-  void *weights;
-  TRY(api->KernelInfoGetConstantInput_tensor(info, p->input, &constant, &value));
-  if (!constant || !value)
-    return coda_fail(api, ORT_INVALID_ARGUMENT,
-                     "node '%s' (coda::%s): weights '%s' are not constant: use the model as it was packaged",
-                     kernel->name, kernel->op->name, kernel->op->inputs[p->input].name);
-  TRY(read_shape(api, value, &type, &rank, dims));
-  if (type != kernel->op->inputs[p->input].type || rank != 2 || dims[0] != p->rows || dims[1] != p->columns)
-    return coda_fail(api, ORT_INVALID_ARGUMENT,
-                     "node '%s' (coda::%s): weights '%s' are not float32 [%" PRId64 ", %" PRId64
-                     "]: use the model and the library of one build",
-                     kernel->name, kernel->op->name, kernel->op->inputs[p->input].name, p->rows, p->columns);
-  TRY(api->GetTensorMutableData((OrtValue *)value, &weights));
-  const size_t bytes = sizeof(float) * (size_t)p->rows * (size_t)p->columns;
-  kernel->packed = aligned_alloc(ALIGNMENT, padded(bytes + 1));
-  if (!kernel->packed)
-    return coda_fail(api, ORT_FAIL, "node '%s': no memory for %zu bytes of packed weights", kernel->name, bytes);
-  pack(p, weights, kernel->packed);
+  const coda_operator *op = kernel->op;
+  for (uint32_t i = 0; i < op->input_count; i++) {
+    const OrtValue *value = NULL;
+    int constant = 0, type;
+    size_t rank;
+    int64_t dims[MAX_RANK];
+    void *data;
+    TRY(api->KernelInfoGetConstantInput_tensor(info, i, &constant, &value));
+    if (!constant || !value)
+      continue;
+    TRY(read_shape(api, value, &type, &rank, dims));
+    TRY(check_type(kernel, i, type, rank));
+    bool fixed = true;
+    for (uint32_t axis = 0; axis < rank; axis++) {
+      const coda_size *size = &op->sizes[op->inputs[i].dims[axis]];
+      fixed = fixed && size->op == EXPR_CONST;
+      if (size->op == EXPR_CONST && size->a != dims[axis])
+        return coda_fail(api, ORT_INVALID_ARGUMENT,
+                         "node '%s' (coda::%s): axis %u of constant '%s' is %" PRId64 ", expected %" PRId64
+                         ": use the model and the library of one build",
+                         kernel->name, op->name, axis, op->inputs[i].name, dims[axis], size->a);
+    }
+    TRY(api->GetTensorMutableData((OrtValue *)value, &data));
+    if (fixed)
+      kernel->constants[i] = (uintptr_t)data;
+  }
   return NULL;
+}
+
+static const coda_weight *find_weight(const char *digest, size_t length) {
+  for (const coda_weight *w = CODA_WEIGHTS; w->digest; w++)
+    if (strlen(w->digest) == length && memcmp(w->digest, digest, length) == 0)
+      return w;
+  return NULL;
+}
+
+/* Finds what the node's attribute `weights` lists: digests, with blanks between. */
+static OrtStatus *find_weights(node_kernel *kernel, const OrtKernelInfo *info) {
+  const OrtApi *api = kernel->api;
+  const coda_operator *op = kernel->op;
+  size_t size = 0;
+  TRY(api->KernelInfoGetAttribute_string(info, "weights", NULL, &size));
+  char *list = malloc(size + 1);
+  kernel->weights = calloc(op->weight_count, sizeof *kernel->weights);
+  OrtStatus *status = NULL;
+  if (!list || !kernel->weights)
+    status = coda_fail(api, ORT_FAIL, "node '%s': no memory for a kernel", kernel->name);
+  else
+    status = api->KernelInfoGetAttribute_string(info, "weights", list, &size);
+  const char *at = list;
+  for (uint32_t i = 0; i < op->weight_count && !status; i++) {
+    const size_t length = strcspn(at, " ");
+    const coda_weight *w = find_weight(at, length);
+    if (!w || w->bytes != op->weights[i])
+      status = coda_fail(api, ORT_INVALID_ARGUMENT,
+                         "node '%s' (coda::%s): the library does not hold its weights '%.*s': use the model and the "
+                         "library of one build",
+                         kernel->name, op->name, (int)length, at);
+    else
+      kernel->weights[i] = (uintptr_t)w->data;
+    at += length + (at[length] == ' ');
+  }
+  free(list);
+  return status;
 }
 
 OrtStatus *coda_kernel_create(const OrtCustomOp *base, const OrtApi *api, const OrtKernelInfo *info, void **result) {
@@ -93,8 +135,10 @@ OrtStatus *coda_kernel_create(const OrtCustomOp *base, const OrtApi *api, const 
     kernel->name[0] = 0;
   }
   status = api->CreateMemoryInfo("Cpu", ORT_ARENA_ALLOCATOR, 0, ORT_MEMORY_DEFAULT, &kernel->memory);
-  if (!status && kernel->op->packing)
-    status = pack_weights(kernel, info);
+  if (!status)
+    status = find_constants(kernel, info);
+  if (!status && kernel->op->weight_count)
+    status = find_weights(kernel, info);
   if (status) {
     coda_kernel_destroy(kernel);
     return status;
@@ -107,7 +151,7 @@ void coda_kernel_destroy(void *state) {
   node_kernel *kernel = state;
   if (kernel->memory)
     kernel->api->ReleaseMemoryInfo(kernel->memory);
-  free(kernel->packed);
+  free(kernel->weights);
   free(kernel);
 }
 
@@ -137,12 +181,7 @@ static OrtStatus *read_input(node_run *run, uint32_t i) {
     return coda_fail(api, ORT_INVALID_ARGUMENT, "node '%s' (coda::%s): input '%s' is missing", run->kernel->name,
                      op->name, expected->name);
   TRY(read_shape(api, value, &type, &rank, run->dims[i]));
-  if (type != expected->type || rank != expected->rank)
-    return coda_fail(
-        api, ORT_INVALID_ARGUMENT,
-        "node '%s' (coda::%s): input '%s' has element type %d and %zu dimensions, expected type %d and %u: "
-        "use the model and the library of one build",
-        run->kernel->name, op->name, expected->name, type, rank, expected->type, expected->rank);
+  TRY(check_type(run->kernel, i, type, rank));
   TRY(api->GetTensorMutableData((OrtValue *)value, &data));
   run->inputs[i] = (uintptr_t)data;
   return NULL;
@@ -150,7 +189,9 @@ static OrtStatus *read_input(node_run *run, uint32_t i) {
 
 static OrtStatus *check_sizes(const node_run *run) {
   const coda_operator *op = run->kernel->op;
-  for (uint32_t i = 0; i < op->input_count; i++)
+  for (uint32_t i = 0; i < op->input_count; i++) {
+    if (run->kernel->constants[i])
+      continue;
     for (uint32_t axis = 0; axis < op->inputs[i].rank; axis++) {
       const int64_t expected = run->sizes[op->inputs[i].dims[axis]];
       if (run->dims[i][axis] != expected)
@@ -159,6 +200,7 @@ static OrtStatus *check_sizes(const node_run *run) {
                          " by the other inputs: feed inputs whose shapes agree",
                          run->kernel->name, op->name, axis, op->inputs[i].name, run->dims[i][axis], expected);
     }
+  }
   for (uint32_t i = 0; i < op->constraint_count; i++) {
     const coda_constraint *c = &op->constraints[i];
     const int64_t left = run->sizes[c->left], right = run->sizes[c->right];
@@ -173,8 +215,11 @@ static OrtStatus *check_sizes(const node_run *run) {
 static OrtStatus *find_sizes(node_run *run) {
   const coda_operator *op = run->kernel->op;
   int64_t symbols[MAX_SIZES];
-  for (uint32_t i = 0; i < op->input_count; i++)
-    TRY(read_input(run, i));
+  for (uint32_t i = 0; i < op->input_count; i++) {
+    run->inputs[i] = run->kernel->constants[i];
+    if (!run->inputs[i])
+      TRY(read_input(run, i));
+  }
   for (uint32_t i = 0; i < op->symbol_count; i++)
     symbols[i] = run->dims[op->symbols[i].input][op->symbols[i].axis];
   const uint32_t failed = coda_sizes(op, symbols, NULL, run->sizes, NULL);
@@ -263,7 +308,7 @@ static uint64_t address(const node_run *run, const coda_operand *operand) {
   case FROM_INPUT: return run->inputs[operand->index];
   case FROM_OUTPUT: return run->outputs[operand->index];
   case FROM_CONSTANT: return (uintptr_t)op->constants[operand->index];
-  case FROM_PACKED: return (uintptr_t)run->kernel->packed;
+  case FROM_WEIGHT: return run->kernel->weights[operand->index];
   default:
     for (uint32_t i = 0; i < operand->index; i++)
       offset += padded((size_t)run->sizes[op->workspaces[i]]);

@@ -36,7 +36,7 @@ typedef struct {
   const uint32_t *dims; /* sizes */
 } coda_tensor;
 
-typedef enum { FROM_INPUT, FROM_OUTPUT, FROM_WORKSPACE, FROM_CONSTANT, FROM_PACKED } coda_origin;
+typedef enum { FROM_INPUT, FROM_OUTPUT, FROM_WORKSPACE, FROM_CONSTANT, FROM_WEIGHT } coda_origin;
 typedef struct {
   coda_origin origin;
   uint32_t index;
@@ -54,13 +54,12 @@ typedef struct {
   int64_t grain;
 } coda_step;
 
-/* Weights [rows, columns], the constant `input`, as panels of `width` columns in the order that a panel's own
- * permutation gives. */
+/* A constant that the library holds for a node, which asks for it by digest. */
 typedef struct {
-  uint32_t input;
-  int64_t rows, columns, width;
-  const uint16_t *order, *last_order; /* of a full panel, and of what is left */
-} coda_packing;
+  const char *digest;
+  const void *data;
+  uint64_t bytes;
+} coda_weight;
 
 typedef struct {
   bool equal; /* left = right, or else left <= right */
@@ -79,7 +78,8 @@ typedef struct {
   const uint32_t *workspaces; /* sizes, in bytes */
   uint32_t workspace_count;
   const void *const *constants;
-  const coda_packing *packing; /* NULL: none */
+  const uint64_t *weights; /* bytes of each */
+  uint32_t weight_count;
   const coda_step *steps;
   uint32_t step_count;
   const coda_constraint *constraints;
@@ -95,6 +95,7 @@ typedef struct {
 extern const coda_operator CODA_OPERATORS[];
 extern const uint32_t CODA_OPERATOR_COUNT;
 extern coda_custom_op CODA_CUSTOM_OPS[]; /* one for each operator, to be filled */
+extern const coda_weight CODA_WEIGHTS[]; /* up to one without a digest */
 extern const char *const CODA_FEATURES[]; /* of the CPU, up to a NULL */
 
 /* A status of `code` with a message. */
@@ -103,9 +104,6 @@ OrtStatus *coda_fail(const OrtApi *api, int code, const char *format, ...) __att
 /* Computes every size whose symbols are known; `known` may be NULL: all are. Returns 0, or the number of an entry that
    divides by less than one or is beyond 64 bits, plus one. */
 uint32_t coda_sizes(const coda_operator *op, const int64_t *symbols, const bool *known, int64_t *values, bool *found);
-
-/* The first feature that this CPU lacks, or NULL. */
-const char *coda_missing_feature(const char *const *features);
 
 /* OrtCustomOp's functions of a kernel. */
 OrtStatus *coda_kernel_create(const OrtCustomOp *, const OrtApi *, const OrtKernelInfo *, void **);

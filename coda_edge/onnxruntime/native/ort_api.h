@@ -52,7 +52,8 @@ typedef struct {
   OrtStatus *(*GetTensorTypeAndShape)(const OrtValue *, OrtTensorTypeAndShapeInfo **);
   UNUSED(66, 67)
   OrtStatus *(*CreateMemoryInfo)(const char *name, int allocator, int device, int memory, OrtMemoryInfo **);
-  UNUSED(69, 87)
+  UNUSED(69, 86)
+  OrtStatus *(*KernelInfoGetAttribute_string)(const OrtKernelInfo *, const char *name, char *, size_t *);
   OrtStatus *(*KernelContext_GetInputCount)(const OrtKernelContext *, size_t *);
   UNUSED(89, 89)
   OrtStatus *(*KernelContext_GetInput)(const OrtKernelContext *, size_t, const OrtValue **);

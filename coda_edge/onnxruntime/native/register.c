@@ -3,6 +3,7 @@
 #include <stdatomic.h>
 #include <stdio.h>
 
+#include "cpu.h" /* the runtime's */
 #include "operators.h"
 
 enum { MAX_MESSAGE = 512 };
@@ -73,6 +74,14 @@ static OrtStatus *make_domain(void) {
   return status;
 }
 
+/* The first feature that this CPU lacks, or NULL. */
+static const char *missing_feature(void) {
+  for (const char *const *name = CODA_FEATURES; *name; name++)
+    if (!coda_cpu_has(*name))
+      return *name;
+  return NULL;
+}
+
 __attribute__((visibility("default"))) OrtStatus *RegisterCustomOps(OrtSessionOptions *options,
                                                                     const OrtApiBase *base) {
   const OrtApi *found = base->GetApi(ORT_API_USED);
@@ -84,7 +93,7 @@ __attribute__((visibility("default"))) OrtStatus *RegisterCustomOps(OrtSessionOp
                              base->GetVersionString())
                  : NULL;
   }
-  const char *missing = coda_missing_feature(CODA_FEATURES);
+  const char *missing = missing_feature();
   if (missing)
     return coda_fail(found, ORT_FAIL,
                      "this library's kernels need the CPU feature %s, which this CPU lacks: package the model for "
