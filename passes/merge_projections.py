@@ -53,7 +53,7 @@ class _Candidate:
         units = [(name, 1) for name, kind in program.kinds().items() if kind in (Kind.TILE, Kind.COL)]
         units += [(p.name, p.period) for p in program.params if p.period is not None]
         units += [(o.value, 2) for o in program.outputs if o.halves]
-        found = 1
+        found = max(1, program.head)
         for value, unit in units:
             width = program.width(value, n)
             found = math.lcm(found, unit * n // math.gcd(unit * n, width))

@@ -7,7 +7,8 @@ columns of the weights are put into the order of the pairs, the epilogue compute
 operands (cosines, sines) become tiles of D/2 columns which all heads share.
 
 A column that nothing pairs is paired with its neighbour if nothing pairs that; what is computed for some of the pairs only is chosen by
-a column mask. So a rotation of halves, of adjacent columns, of either in a part of the head, of each axis of an image in a part of its
+a column mask. Sums over a head (``ReduceMean``, ``RowMoments``, …) are values of kind ``head``, and elementwise operators combine them with its columns: so
+a norm by heads joins, alone or with a rotation. A rotation of halves, of adjacent columns, of either in a part of the head, of each axis of an image in a part of its
 own, and one that puts pairs into halves are one rule.
 
 Conditions: what is read outside has all D columns. In what is read, the two columns of a pair are neighbours, or lie in the halves of a
@@ -20,7 +21,7 @@ same columns in another way), column operands that are not constant.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ import onnx_graphsurgeon as gs
 
 from coda_edge.epilogue.builder import Builder
 from coda_edge.epilogue.ops import Group
-from coda_edge.epilogue.program import Argument, EpilogueProgram, Kind, Output, Param
+from coda_edge.epilogue.program import Argument, EpilogueProgram, Kind, Param
 from coda_edge.errors import ShapeError
 from coda_edge.ir import (
     DOMAIN,
@@ -38,7 +39,6 @@ from coda_edge.ir import (
     Tensor,
     constant_value,
     consumers,
-    descendants,
     in_order,
     is_output,
     remove_dead,
@@ -47,58 +47,14 @@ from coda_edge.ir import (
     shape,
     sort,
 )
-from coda_edge.symbolic import Dim, same
 from coda_edge.weights import choose_columns
 
 from .base import Pass, PassLog, sources
+from .head_region import Region, Root, grow, literal, operand_of
+from .head_sums import head_sums, is_head_sum
 from .heads import LEAD, SWAP, Labels, moved, unite_single_heads
 from .pieces import Pieces
-from .region import DTYPES, Refused, program_dtype, shared_rows
-
-
-@dataclass(frozen=True)
-class _Root:
-    """The heads: ``output`` of ``gemm``, seen as ``tensor`` by what follows, where axis ``rows`` is S and the other one H."""
-
-    gemm: gs.Node
-    program: EpilogueProgram
-    output: Output
-    stored: gs.Variable
-    tensor: gs.Variable
-    rows: int
-
-    def lead(self, rows: int) -> tuple[Dim, ...]:
-        """The dimensions before those of a head, where axis ``rows`` is S."""
-        dims = shape(self.tensor)[:LEAD]
-        return dims if rows == self.rows else tuple(dims[i] for i in SWAP)
-
-    @property
-    def head(self) -> tuple[int, ...]:
-        """The dimensions of a head."""
-        return tuple(int(d) for d in shape(self.tensor)[LEAD:])
-
-    @property
-    def size(self) -> int:
-        """Columns D of a head."""
-        return int(np.prod(self.head))
-
-    @property
-    def columns(self) -> tuple[int, int]:
-        """The Gemm's columns that the heads are."""
-        return self.output.columns or (0, int(self.gemm.inputs[1].shape[1]))
-
-
-@dataclass
-class _Region:
-    """The nodes that join, in order, and why others stay.
-
-    ``depends``: which columns of the head each element of a result depends on. ``rows``: which axis of a result is S.
-    """
-
-    nodes: list[gs.Node]
-    depends: dict[int, Labels]
-    rows: dict[int, int]
-    reasons: list[str] = field(default_factory=list)
+from .region import DTYPES, Refused
 
 
 @dataclass(frozen=True)
@@ -139,14 +95,14 @@ def run(graph: gs.Graph, log: PassLog) -> int:
     return count
 
 
-def _root(graph: gs.Graph, gemm: gs.Node, stored: gs.Variable) -> _Root | None:
+def _root(graph: gs.Graph, gemm: gs.Node, stored: gs.Variable) -> Root | None:
     """The heads that ``stored`` holds, if it holds heads: laid out by the Gemm, or split by a Reshape."""
     program = EpilogueProgram.parse(gemm.attrs["epilogue"])
     output = next(o for o, t in zip(program.outputs, gemm.outputs, strict=True) if t is stored)
     if output.kind is not Kind.TILE or output.halves:
         return None
     if output.heads is not None:
-        return _Root(gemm, program, output, stored, stored, rows=2)
+        return Root(gemm, program, output, stored, stored, rows=2)
     readers = consumers(stored)
     if len(readers) != 1 or readers[0].op != "Reshape" or is_output(graph, stored):
         return None
@@ -155,14 +111,14 @@ def _root(graph: gs.Graph, gemm: gs.Node, stored: gs.Variable) -> _Root | None:
     known = len(dims) > LEAD and all(isinstance(d, int) for d in dims[2:])
     if not known or len(shape(stored)) != 3 or not same_shape(dims[:2], shape(stored)[:2]):
         return None
-    return _Root(gemm, program, output, stored, split, rows=1)
+    return Root(gemm, program, output, stored, split, rows=1)
 
 
-def _rewrite(graph: gs.Graph, editor: GraphEditor, pieces: Pieces, root: _Root) -> gs.Node | None:
+def _rewrite(graph: gs.Graph, editor: GraphEditor, pieces: Pieces, root: Root) -> gs.Node | None:
     """The Gemm that does what follows ``root``; None if nothing that follows pairs columns."""
-    region = _grow(graph, root)
+    region = grow(graph, root)
     groups = _groups(root.size, region)
-    if len(set(groups)) == root.size:
+    if len(set(groups)) == root.size and not any(is_head_sum(n) for n in region.nodes):
         if region.reasons and any(n.op in ("Slice", "Concat", "Gather") for n in region.nodes):
             raise Refused(region.reasons[0])
         return None
@@ -184,55 +140,7 @@ def _rewrite(graph: gs.Graph, editor: GraphEditor, pieces: Pieces, root: _Root) 
     return joint.replace(graph, exits, order)
 
 
-def _grow(graph: gs.Graph, root: _Root) -> _Region:
-    """All that follows the heads and stays within a head."""
-    columns = np.empty(root.size, object)
-    columns[:] = [frozenset([c]) for c in range(root.size)]
-    region = _Region([], {id(root.tensor): columns.reshape(root.head)}, {id(root.tensor): root.rows})
-    after = descendants(root.gemm)
-    for node in in_order(graph):
-        if node.domain or not any(id(t) in region.depends for t in node.inputs):
-            continue
-        try:
-            made = _joined(root, region, node, after)
-        except Refused as why:
-            region.reasons.append(f"{node.op} '{node.name}' stays outside: {why}")
-            continue
-        if made is not None:
-            region.nodes.append(node)
-            region.depends[id(node.outputs[0])] = made
-            rows = next(region.rows[id(t)] for t in node.inputs if id(t) in region.rows)
-            swaps = node.op == "Transpose" and [int(p) for p in node.attrs["perm"]][:LEAD] == SWAP
-            region.rows[id(node.outputs[0])] = 3 - rows if swaps else rows
-    return region
-
-
-def _joined(root: _Root, region: _Region, node: gs.Node, after: set[int]) -> Labels | None:
-    """What the elements of the node's result depend on; None if the node does not join."""
-    if node.op not in ELEMENTWISE:
-        return moved(node, [region.depends.get(id(t)) for t in node.inputs])
-    out = shape(node.outputs[0])
-    inside = [t for t in node.inputs if id(t) in region.depends]
-    rows = region.rows[id(inside[0])]
-    if any(region.rows[id(t)] != rows for t in inside):
-        raise Refused("its operands have their heads on different axes")
-    if not same_shape(out[:LEAD], root.lead(rows)) or not all(isinstance(d, int) for d in out[LEAD:]):
-        raise Refused("its result is no heads")
-    if any(len(shape(t)) != len(out) for t in inside):
-        raise Refused("its operands have different ranks")
-    for t in node.inputs:
-        if id(t) not in region.depends and literal(t) is None:
-            if t.inputs and id(t.inputs[0]) in after:
-                raise Refused(f"operand '{t.name}' depends on the whole result of the product")
-            _operand(root, rows, t, len(out))
-    made = np.empty(tuple(int(d) for d in out[LEAD:]), object)
-    arrays = [np.broadcast_to(region.depends[id(t)], made.shape) for t in inside]
-    for at in np.ndindex(made.shape):
-        made[at] = frozenset().union(*(a[at] for a in arrays))
-    return made
-
-
-def _groups(size: int, region: _Region) -> list[int]:
+def _groups(size: int, region: Region) -> list[int]:
     """For each of a head's columns the first one of those that the region makes depend on each other."""
     group = list(range(size))
 
@@ -242,7 +150,7 @@ def _groups(size: int, region: _Region) -> list[int]:
         return c
 
     for labels in region.depends.values():
-        for columns in labels.reshape(-1):
+        for columns in filter(None, labels.reshape(-1)):
             first, *others = sorted(columns)
             for other in others:
                 a, b = sorted((find(first), find(other)))
@@ -254,7 +162,7 @@ def _groups(size: int, region: _Region) -> list[int]:
     return found
 
 
-def _origin(region: _Region, tensor: gs.Variable, groups: list[int]) -> list[int]:
+def _origin(region: Region, tensor: gs.Variable, groups: list[int]) -> list[int]:
     """The group that each column of ``tensor``, which has all of a head, comes from."""
     return [groups[min(columns)] for columns in region.depends[id(tensor)]]
 
@@ -281,7 +189,7 @@ def _lie(origin: list[int], groups: list[int]) -> _Pairs:
     return _Pairs(tuple(first), tuple(second), tuple(halves))
 
 
-def _exits(graph: gs.Graph, root: _Root, region: _Region) -> list[gs.Variable]:
+def _exits(graph: gs.Graph, root: Root, region: Region) -> list[gs.Variable]:
     """The tensors that are read outside."""
     inside = {id(n) for n in region.nodes}
     exits = [
@@ -296,7 +204,7 @@ def _exits(graph: gs.Graph, root: _Root, region: _Region) -> list[gs.Variable]:
     return exits
 
 
-def _check_columns_move(root: _Root) -> None:
+def _check_columns_move(root: Root) -> None:
     """Raises Refused unless the heads' columns of the product may be put into another order."""
     program, n = root.program, int(root.gemm.inputs[1].shape[1])
     start, end = root.columns
@@ -338,7 +246,7 @@ def _cone(program: EpilogueProgram, value: str) -> tuple[set[str], bool]:
     return seen, pairs
 
 
-def _order(root: _Root, pairs: _Pairs) -> list[int]:
+def _order(root: Root, pairs: _Pairs) -> list[int]:
     """Which column of the product is at each place, with the pairs of each head side by side."""
     order = list(range(int(root.gemm.inputs[1].shape[1])))
     inner = [c for pair in zip(pairs.first, pairs.second, strict=True) for c in pair]
@@ -347,62 +255,11 @@ def _order(root: _Root, pairs: _Pairs) -> list[int]:
     return order
 
 
-def literal(tensor: Tensor) -> float | None:
-    """The number that a constant of one float is."""
-    value = constant_value(tensor)
-    if value is None or value.size != 1 or value.dtype.kind != "f" or np.isnan(value).any():
-        return None
-    return float(value.reshape(-1)[0])
-
-
-@dataclass(frozen=True)
-class _Operand:
-    """How an operand lies on heads: ``axes`` of 1 that it does not need, and its dimensions ``head`` behind the heads."""
-
-    param: Param
-    axes: tuple[int, ...]
-    head: tuple[int, ...]
-
-
-def _operand(root: _Root, rows: int, tensor: Tensor, rank: int) -> _Operand:
-    """How ``tensor`` is combined with heads of ``rank`` dimensions of which axis ``rows`` is S."""
-    dims = shape(tensor)
-    described = f"operand '{tensor.name}' of shape {list(map(str, dims))}"
-    padded = (*(1,) * (rank - len(dims)), *dims)
-    head = padded[LEAD:]
-    if len(dims) > rank or not all(isinstance(d, int) for d in head):
-        raise Refused(f"{described} does not lie on heads")
-    if not same(padded[3 - rows], 1):
-        raise Refused(f"{described} differs from head to head")
-    wide = [i for i, d in enumerate(head) if d != 1]
-    if len(wide) > 1:
-        raise Refused(f"{described} has more than one axis of columns")
-    lead = root.lead(rows)
-    outer = (padded[0], padded[rows])
-    keep = wide[0] if wide else len(head) - 1
-    unit = [3 - rows, *(LEAD + i for i in range(len(head)) if i != keep)]
-    axes = tuple(a - rank + len(dims) for a in unit if a >= rank - len(dims))
-    dtype = program_dtype(tensor)
-    sizes = tuple(int(d) for d in head)
-    if all(same(d, 1) for d in outer):
-        if wide and constant_value(tensor) is None:
-            raise Refused(f"{described} is a column, which must be constant")
-        return _Operand(
-            Param((Kind.COL if wide else Kind.SCALAR).value, Kind.COL if wide else Kind.SCALAR, dtype), axes, sizes
-        )
-    which = shared_rows(outer, (lead[0], lead[rows]))
-    if which is None:
-        raise Refused(f"{described} does not lie on the rows {list(map(str, lead))}")
-    if not wide:
-        return _Operand(Param(Kind.ROW.value, Kind.ROW, dtype, which), axes, sizes)
-    return _Operand(Param(Kind.TILE.value, Kind.TILE, dtype, which, root.size // 2), axes, sizes)
-
-
 class _Joint:
     """The Gemm's program, growing over the region. The label of an element is (value, pair)."""
 
     def __init__(
-        self, root: _Root, region: _Region, groups: list[int], pairs: _Pairs, pieces: Pieces, editor: GraphEditor
+        self, root: Root, region: Region, groups: list[int], pairs: _Pairs, pieces: Pieces, editor: GraphEditor
     ) -> None:
         self._root = root
         self._region = region
@@ -424,6 +281,13 @@ class _Joint:
 
     def add(self, node: gs.Node) -> None:
         """Appends a node of the region."""
+        if is_head_sum(node):
+            sums = head_sums(self.builder, node, self._unordered(node.inputs[0]), self._root.size)
+            for out, value in zip(node.outputs, sums, strict=True):
+                label = np.empty(1, object)
+                label[0] = (value, None)
+                self._labels[id(out)] = label
+            return
         if node.op not in ELEMENTWISE:
             made = moved(node, [self._labels.get(id(t)) for t in node.inputs])
             assert made is not None, "what joined moves elements"
@@ -432,9 +296,10 @@ class _Joint:
         out = node.outputs[0]
         labels = np.empty(tuple(int(d) for d in shape(out)[LEAD:]), object)
         inside = [np.broadcast_to(self._labels[id(t)], labels.shape) for t in node.inputs if id(t) in self._labels]
-        groups: dict[tuple[object, ...], dict[int, tuple[int, ...]]] = {}
+        groups: dict[tuple[object, ...], dict[int | None, tuple[int, ...]]] = {}
         for at in np.ndindex(labels.shape):
-            values, (j, *_) = zip(*(a[at] for a in inside), strict=True)
+            values, pairs = zip(*(a[at] for a in inside), strict=True)
+            j = next((p for p in pairs if p is not None), None)
             for copy in itertools.count():
                 group = groups.setdefault((*values, copy), {})
                 if j not in group:
@@ -486,7 +351,7 @@ class _Joint:
             "Gemm", inputs, tensors, f"{gemm.name}.rotated", domain=DOMAIN, epilogue=str(program), source=source
         )
 
-    def _step(self, node: gs.Node, group: dict[int, tuple[int, ...]], size: tuple[int, ...]) -> str:
+    def _step(self, node: gs.Node, group: dict[int | None, tuple[int, ...]], size: tuple[int, ...]) -> str:
         """The value that an elementwise node makes for the elements of ``group``: one of each of some pairs."""
         rows = self._region.rows[id(node.outputs[0])]
         args: list[Argument] = []
@@ -511,9 +376,9 @@ class _Joint:
         except ShapeError as e:
             raise Refused(str(e)) from e
 
-    def _piece(self, tensor: Tensor, rows: int, group: dict[int, tuple[int, ...]], size: tuple[int, ...]) -> str:
+    def _piece(self, tensor: Tensor, rows: int, group: dict[int | None, tuple[int, ...]], size: tuple[int, ...]) -> str:
         """The operand that holds what ``tensor`` has for each pair of ``group``."""
-        lies = _operand(self._root, rows, tensor, len(size) + LEAD)
+        lies = operand_of(self._root, rows, tensor, len(size) + LEAD)
         count = int(np.prod(lies.head))
         index = np.broadcast_to(np.arange(count).reshape(lies.head), size)
         rest = min(group.values())
@@ -547,6 +412,16 @@ class _Joint:
         """The value of a tensor of all columns, whose pairs lie so."""
         labels = self._labels[id(tensor)]
         halves = [self._chosen([labels[c] for c in columns]) for columns in (lie.first, lie.second)]
+        return self.builder.add("interleave", *halves)
+
+    def _unordered(self, tensor: Tensor) -> str:
+        """The value of a tensor that has every column of a head once, in any order."""
+        places: list[list[tuple[str, int]]] = [[] for _ in range(self._root.size // 2)]
+        for label in self._labels[id(tensor)]:
+            if label[1] is None or len(places[label[1]]) == 2:
+                raise Refused("a sum over a head is not of each of its columns once")
+            places[label[1]].append(label)
+        halves = [self._chosen([labels[i] for labels in places]) for i in range(2)]
         return self.builder.add("interleave", *halves)
 
     def _chosen(self, labels: list[tuple[str, int]]) -> str:
