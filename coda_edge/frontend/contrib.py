@@ -6,6 +6,7 @@
 | ``contrib_embedding`` | EmbedLayerNormalization |
 | ``contrib_attention`` | Attention, MultiHeadAttention, DecoderMaskedMultiHeadAttention |
 | ``contrib_grouped`` | GroupQueryAttention |
+| ``contrib_bias`` | RelativePositionBias |
 | ``contrib_rotary`` | RotaryEmbedding |
 | ``contrib_quantized`` | QAttention, QGemm, QLinearAdd and its kin |
 | ``contrib_blocks`` | MatMulNBits, GatherBlockQuantized, MatMulBnb4 |
@@ -18,6 +19,7 @@ from __future__ import annotations
 from . import (
     contrib_attention,
     contrib_basic,
+    contrib_bias,
     contrib_blocks,
     contrib_embedding,
     contrib_grouped,
@@ -29,6 +31,7 @@ from . import (
 _RULES = (
     contrib_attention,
     contrib_basic,
+    contrib_bias,
     contrib_blocks,
     contrib_embedding,
     contrib_grouped,
