@@ -10,5 +10,6 @@ that.
 from .library import library_path
 from .packaging import Packaged, package
 from .provider import add_provider
+from .regions import Bundled, package_regions
 
-__all__ = ["Packaged", "add_provider", "library_path", "package"]
+__all__ = ["Bundled", "Packaged", "add_provider", "library_path", "package", "package_regions"]

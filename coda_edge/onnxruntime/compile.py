@@ -31,7 +31,7 @@ def compile_model(model: Model, bundle: Path, target: str) -> list[Path]:
     try:
         optimize(model, target).save(bundle)
     except UnsupportedOperator as error:
-        parts = compile_parts(_load(model), target)
+        parts = compile_parts(load_model(model), target)
         if not parts:
             raise error
         files = [bundle.with_name(f"{bundle.stem}-{i}{bundle.suffix}") for i in range(len(parts))]
@@ -43,7 +43,8 @@ def compile_model(model: Model, bundle: Path, target: str) -> list[Path]:
     return [bundle]
 
 
-def _load(model: Model) -> onnx.ModelProto:
+def load_model(model: Model) -> onnx.ModelProto:
+    """The model with its external data, as it is."""
     if isinstance(model, onnx.ModelProto):
         return model
     return onnx.load_from_string(model) if isinstance(model, bytes) else onnx.load(model)

@@ -6,8 +6,9 @@ of it and back in, for that would pass an operator without a lowering, and end a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import onnx
 from onnx import helper, shape_inference
@@ -30,6 +31,7 @@ _ELEMENTS = {
         for bits in (8, 16, 32, 64)
     },
 }
+Made = TypeVar("Made")
 _RANDOM = frozenset({"RandomNormal", "RandomUniform"})
 
 
@@ -43,22 +45,35 @@ class _Model:
     outputs: set[str] = field(default_factory=set)
 
 
-def compile_parts(model: onnx.ModelProto, target: str) -> list[Optimized]:
+def compile_parts(model: onnx.ModelProto, target: str, verify: bool = True) -> list[Optimized]:
     """Compiles the parts of ``model`` for ``target``; their inputs and outputs are values of the model, by its names.
 
     An empty list if there is nothing worth it. ``model`` has its external data loaded.
     """
-    known = _read(model)
-    return list(_compile(known, list(model.graph.node), set(), target))
+    return each_part(model, lambda cut: optimize(cut, target, verify=verify))
 
 
-def _read(model: onnx.ModelProto) -> _Model:
+def each_part(model: onnx.ModelProto, make: Callable[[onnx.ModelProto], Made]) -> list[Made]:
+    """What ``make`` makes of each part of ``model``: a model whose inputs and outputs are values of it, by its names.
+
+    Where it raises UnsupportedOperator, a part is cut again; parts where it raises another CodaError are left out.
+    """
+    return list(_make(_read(model), list(model.graph.node), set(), make))
+
+
+def _known_types(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
+    """The values of ``model`` whose types and ranks are known, by name."""
     graph = model.graph
     inferred = shape_inference.infer_shapes(model, data_prop=True).graph
     types = {v.name: v for v in (*inferred.value_info, *graph.input, *graph.output) if _is_known(v)}
     unknown = [name for node in graph.node for name in node.output if name and name not in types]
     types.update(_ask_onnxruntime(model, unknown))
-    return _Model(model, types, {t.name: t for t in graph.initializer}, {v.name for v in graph.output})
+    return types
+
+
+def _read(model: onnx.ModelProto) -> _Model:
+    graph = model.graph
+    return _Model(model, _known_types(model), {t.name: t for t in graph.initializer}, {v.name for v in graph.output})
 
 
 def _ask_onnxruntime(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, onnx.ValueInfoProto]:
@@ -72,7 +87,10 @@ def _ask_onnxruntime(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, 
     asked.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(asked.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    try:
+        session = onnxruntime.InferenceSession(asked.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception:  # operators that it does not know either, or more than 2 GB: its exceptions have no common base
+        return {}
     found = {}
     for value in session.get_outputs()[len(model.graph.output) :]:
         element = _ELEMENTS.get(value.type)
@@ -82,8 +100,10 @@ def _ask_onnxruntime(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, 
     return found
 
 
-def _compile(known: _Model, nodes: list[onnx.NodeProto], hard: set[str], target: str) -> Iterator[Optimized]:
-    """Bundles of the parts of ``nodes``; ``hard``: first outputs of nodes without a lowering."""
+def _make(
+    known: _Model, nodes: list[onnx.NodeProto], hard: set[str], make: Callable[[onnx.ModelProto], Made]
+) -> Iterator[Made]:
+    """What is made of the parts of ``nodes``; ``hard``: first outputs of nodes without a lowering."""
     fixed = _constant_values(known, nodes)
     for part in _parts(nodes, hard, fixed):
         if not any(node.op_type in HEAVY for node in part):
@@ -92,11 +112,11 @@ def _compile(known: _Model, nodes: list[onnx.NodeProto], hard: set[str], target:
         if cut is None:
             continue
         try:
-            yield optimize(cut, target)
+            yield make(cut)
         except UnsupportedOperator as error:
             found = {node.output[0] for node in _named(part, error)}
             if found:
-                yield from _compile(known, part, hard | found, target)
+                yield from _make(known, part, hard | found, make)
         except CodaError:
             continue
 
@@ -114,7 +134,7 @@ def _constant_values(known: _Model, nodes: Sequence[onnx.NodeProto]) -> dict[str
         if (
             node.op_type not in _RANDOM
             and not _subgraphs(node)
-            and all(name in known.constants or name in fixed for name in _reads(node))
+            and all(name in known.constants or name in fixed for name in reads(node))
         ):
             fixed.update({name: node for name in node.output})
     return fixed
@@ -129,7 +149,7 @@ def _parts(
     for node in nodes:
         if node.output[0] in fixed:
             continue
-        level = max((levels.get(name, 0) for name in _reads(node)), default=0)
+        level = max((levels.get(name, 0) for name in reads(node)), default=0)
         apart = node.output[0] in hard or bool(_subgraphs(node))
         levels.update({name: level + apart for name in node.output})
         if not apart:
@@ -141,11 +161,11 @@ def _subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
     return [g for a in node.attribute for g in ((a.g,) if a.type == onnx.AttributeProto.GRAPH else a.graphs)]
 
 
-def _reads(node: onnx.NodeProto) -> set[str]:
+def reads(node: onnx.NodeProto) -> set[str]:
     """What a node reads, by itself and in its subgraphs."""
     inner = (n for g in _subgraphs(node) for n in g.node)
     results = {v.name for g in _subgraphs(node) for v in g.output}
-    return {name for name in node.input if name}.union(results, *(_reads(n) for n in inner))
+    return {name for name in node.input if name}.union(results, *(reads(n) for n in inner))
 
 
 def _extract(
@@ -153,14 +173,14 @@ def _extract(
 ) -> onnx.ModelProto | None:
     """``part`` as a model; None if the type of a value at its border is not known, or nobody reads it."""
     made = {name for node in part for name in node.output if name}
-    read = set().union(*(_reads(node) for node in part))
-    elsewhere = set().union(*(_reads(n) for n in known.model.graph.node if n.output[0] not in made))
+    read = set().union(*(reads(node) for node in part))
+    elsewhere = set().union(*(reads(n) for n in known.model.graph.node if n.output[0] not in made))
     inputs = sorted(read - made - known.constants.keys() - fixed.keys())
     outputs = sorted(made & (known.outputs | elsewhere))
     if not outputs or not all(name in known.types for name in (*inputs, *outputs)):
         return None
     shared = _needed(read, fixed)
-    used = read.union(*(_reads(node) for node in shared))
+    used = read.union(*(reads(node) for node in shared))
     graph = helper.make_graph(
         [*shared, *part],
         known.model.graph.name,
@@ -179,7 +199,7 @@ def _needed(read: set[str], fixed: Mapping[str, onnx.NodeProto]) -> list[onnx.No
         node = fixed.get(pending.pop())
         if node is not None and node.output[0] not in needed:
             needed.add(node.output[0])
-            pending.extend(_reads(node))
+            pending.extend(reads(node))
     return [node for name, node in fixed.items() if name in needed]
 
 

@@ -1,6 +1,6 @@
-/* The part of onnxruntime's C ABI that the execution provider uses, declared anew. Functions keep their place in their
-   table for good, so a slot's number is all there is to know of it; structures that we fill in are those of API 23,
-   which later releases take as such. */
+/* The part of onnxruntime's C ABI that the execution provider and the operators of regions use, declared anew. Functions
+   keep their place in their table for good, so a slot's number is all there is to know of it; structures that we fill in
+   are those of API 23, for operators those of API 18, which later releases take as such. */
 #ifndef CODA_EP_API_H
 #define CODA_EP_API_H
 
@@ -8,16 +8,22 @@
 #include <stddef.h>
 #include <stdint.h>
 
+enum { OP_API_USED = 18 };
 enum { EP_API_USED = 23, EP_API_CONTROL = 18 }; /* API_CONTROL: has what is needed to say that it is too old */
 enum { ORT_FAIL = 1, ORT_INVALID_ARGUMENT = 2, ORT_NO_SUCHFILE = 3, ORT_INVALID_GRAPH = 10, ORT_EP_FAIL = 11 };
 enum { ORT_LOG_VERBOSE, ORT_LOG_INFO, ORT_LOG_WARNING, ORT_LOG_ERROR };
 enum { ORT_DEVICE_CPU = 0 };
+enum { ORT_TYPE_UNDEFINED = 0, ORT_MEMORY_DEFAULT = 0, ORT_VARIADIC = 2 }; /* of an operator's inputs and outputs */
 enum { ORT_ATTRIBUTE_INT = 1, ORT_ATTRIBUTE_STRING = 5 };
 
 typedef struct OrtStatus OrtStatus;
 typedef struct OrtValue OrtValue;
+typedef struct OrtKernelInfo OrtKernelInfo;
 typedef struct OrtKernelContext OrtKernelContext;
 typedef struct OrtSessionOptions OrtSessionOptions;
+typedef struct OrtCustomOpDomain OrtCustomOpDomain;
+typedef struct OrtCustomOp OrtCustomOp;
+typedef struct OrtShapeInferContext OrtShapeInferContext;
 typedef struct OrtTypeInfo OrtTypeInfo;
 typedef struct OrtTensorTypeAndShapeInfo OrtTensorTypeAndShapeInfo;
 typedef struct OrtLogger OrtLogger;
@@ -60,7 +66,11 @@ typedef struct {
   OrtStatus *(*CreateStatus)(int code, const char *message);
   UNUSED(1, 1)
   const char *(*GetErrorMessage)(const OrtStatus *);
-  UNUSED(3, 50)
+  UNUSED(3, 25)
+  OrtStatus *(*CreateCustomOpDomain)(const char *domain, OrtCustomOpDomain **);
+  OrtStatus *(*CustomOpDomain_Add)(OrtCustomOpDomain *, const OrtCustomOp *);
+  OrtStatus *(*AddCustomOpDomain)(OrtSessionOptions *, OrtCustomOpDomain *);
+  UNUSED(29, 50)
   OrtStatus *(*GetTensorMutableData)(OrtValue *, void **);
   UNUSED(52, 54)
   OrtStatus *(*CastTypeInfoToTensorInfo)(const OrtTypeInfo *, const OrtTensorTypeAndShapeInfo **);
@@ -79,16 +89,22 @@ typedef struct {
   void (*ReleaseStatus)(OrtStatus *);
   UNUSED(94, 98)
   void (*ReleaseTensorTypeAndShapeInfo)(OrtTensorTypeAndShapeInfo *);
-  UNUSED(100, 210)
+  UNUSED(100, 100)
+  void (*ReleaseCustomOpDomain)(OrtCustomOpDomain *);
+  UNUSED(102, 210)
   OrtStatus *(*CreateOpAttr)(const char *name, const void *data, int length, int type, OrtOpAttr **);
   void (*ReleaseOpAttr)(OrtOpAttr *);
   UNUSED(213, 236)
   OrtStatus *(*HasSessionConfigEntry)(const OrtSessionOptions *, const char *key, int *);
   OrtStatus *(*GetSessionConfigEntry)(const OrtSessionOptions *, const char *key, char *value, size_t *size);
-  UNUSED(239, 246)
+  UNUSED(239, 243)
+  OrtStatus *(*KernelInfo_GetNodeName)(const OrtKernelInfo *, char *, size_t *);
+  UNUSED(245, 246)
   OrtStatus *(*Logger_LogMessage)(const OrtLogger *, int severity, const char *message, const char *file, int line,
                                   const char *function);
-  UNUSED(248, 271)
+  UNUSED(248, 248)
+  OrtStatus *(*KernelInfoGetConstantInput_tensor)(const OrtKernelInfo *, size_t, int *constant, const OrtValue **);
+  UNUSED(250, 271)
   OrtStatus *(*ReadOpAttr)(const OrtOpAttr *, int type, void *data, size_t size, size_t *needed);
   UNUSED(273, 273)
   OrtStatus *(*KernelContext_ParallelFor)(const OrtKernelContext *, void (*)(void *, size_t), size_t total,
@@ -142,6 +158,32 @@ typedef struct {
   const OrtApi *(*GetApi)(uint32_t);
   const char *(*GetVersionString)(void);
 } OrtApiBase;
+
+struct OrtCustomOp {
+  uint32_t version;
+  void *(*CreateKernel)(const OrtCustomOp *, const OrtApi *, const OrtKernelInfo *);
+  const char *(*GetName)(const OrtCustomOp *);
+  const char *(*GetExecutionProviderType)(const OrtCustomOp *);
+  int (*GetInputType)(const OrtCustomOp *, size_t);
+  size_t (*GetInputTypeCount)(const OrtCustomOp *);
+  int (*GetOutputType)(const OrtCustomOp *, size_t);
+  size_t (*GetOutputTypeCount)(const OrtCustomOp *);
+  void (*KernelCompute)(void *, OrtKernelContext *);
+  void (*KernelDestroy)(void *);
+  int (*GetInputCharacteristic)(const OrtCustomOp *, size_t);
+  int (*GetOutputCharacteristic)(const OrtCustomOp *, size_t);
+  int (*GetInputMemoryType)(const OrtCustomOp *, size_t);
+  int (*GetVariadicInputMinArity)(const OrtCustomOp *);
+  int (*GetVariadicInputHomogeneity)(const OrtCustomOp *);
+  int (*GetVariadicOutputMinArity)(const OrtCustomOp *);
+  int (*GetVariadicOutputHomogeneity)(const OrtCustomOp *);
+  OrtStatus *(*CreateKernelV2)(const OrtCustomOp *, const OrtApi *, const OrtKernelInfo *, void **);
+  OrtStatus *(*KernelComputeV2)(void *, OrtKernelContext *);
+  OrtStatus *(*InferOutputShapeFn)(const OrtCustomOp *, OrtShapeInferContext *);
+  int (*GetStartVersion)(const OrtCustomOp *);
+  int (*GetEndVersion)(const OrtCustomOp *);
+  void *unused[4]; /* GetMayInplace to ReleaseAliasMap */
+};
 
 struct OrtNodeFusionOptions {
   uint32_t ort_version_supported;

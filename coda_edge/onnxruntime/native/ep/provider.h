@@ -2,6 +2,8 @@
 #ifndef CODA_PROVIDER_H
 #define CODA_PROVIDER_H
 
+#include <pthread.h>
+
 #include "coda.h"
 #include "ep_api.h"
 
@@ -59,6 +61,18 @@ typedef struct {
   const OrtValueInfo **items;
   size_t count;
 } values;
+
+/* What runs a model in a node of onnxruntime's. By number in the node, `inputs` and `outputs` are those in the model; the
+ * node's inputs before `first_input` are others. */
+typedef struct {
+  const OrtApi *ort;
+  coda_model *model;
+  size_t first_input, input_count, output_count;
+  int *inputs, *outputs; /* to be freed by runner_free */
+  pthread_mutex_t mutex;
+  coda_session **idle;
+  size_t idle_count, session_count, capacity;
+} runner;
 
 /* --- status.c --- */
 
@@ -126,6 +140,12 @@ OrtStatus *identity_check(const provider *p, const OrtGraph *graph, const region
 /* SHA-256, in hexadecimal, of the SHA-256s of a file's pieces of 4 MiB; false if it cannot be read. In pieces, so that
  * the file is never in memory as a whole. */
 bool file_digest(const char *path, char hex[65]);
+
+/* --- run.c --- */
+
+void runner_init(runner *r, const OrtApi *ort, coda_model *model);
+OrtStatus *runner_run(runner *r, OrtKernelContext *context);
+void runner_free(runner *r);
 
 /* --- compute.c --- */
 

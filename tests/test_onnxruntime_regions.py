@@ -1,0 +1,364 @@
+"""Models for the generic operator library: regions that run by bundles, or by the model's own nodes, and what goes wrong with them."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from click.testing import CliRunner
+from onnx import TensorProto, helper, numpy_helper
+
+from coda_edge.bundle import writer
+from coda_edge.cli import main
+from coda_edge.inputs import default_sizes, generate_inputs, input_specs
+from coda_edge.onnxruntime import Bundled, library_path, package_regions
+from coda_edge.onnxruntime.regions import METADATA, session
+from coda_edge.verify import TOLERANCE, ort_session, relative_error
+
+Feeds = Mapping[str, np.ndarray]
+
+
+def weights(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def graph(
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[tuple[str, int, Sequence[int | str]]],
+    outputs: Sequence[tuple[str, int, Sequence[int | str]]],
+    constants: Mapping[str, np.ndarray] | None = None,
+) -> onnx.ModelProto:
+    tensors = [numpy_helper.from_array(array, name) for name, array in (constants or {}).items()]
+    infos = ([helper.make_tensor_value_info(*value) for value in side] for side in (inputs, outputs))
+    return helper.make_model(
+        helper.make_graph(list(nodes), "g", *infos, tensors), opset_imports=[helper.make_opsetid("", 20)], ir_version=10
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny encoder, packaged: the model's file."""
+    path = tmp_path_factory.mktemp("regions") / "m.onnx"
+    made = package_regions(tiny_model)
+    assert made.left is None and made.max_rel_error is not None and made.max_rel_error <= TOLERANCE
+    assert [p.name for p in made.save(path)] == ["m.onnx", "m.onnx.data", "m.coda"]
+    return path
+
+
+def feeds_of(model: Path, batch: int, length: int) -> Feeds:
+    return generate_inputs(input_specs(onnx.load(model)), default_sizes(input_specs(onnx.load(model)), batch, length))
+
+
+def ops_run(path: Path, feeds: Feeds, library: bool, folder: Path) -> set[str]:
+    """The operators that a session runs, by onnxruntime's own profile."""
+    options = ort.SessionOptions()
+    options.enable_profiling = True
+    options.profile_file_prefix = str(folder / "profile")
+    if library:
+        options.register_custom_ops_library(library_path())
+    made = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    made.run(None, dict(feeds))
+    events = json.loads(Path(made.end_profiling()).read_text())
+    return {e["args"]["op_name"] for e in events if e["cat"] == "Node" and e["name"].endswith("_kernel_time")}
+
+
+def assert_same(made: ort.InferenceSession, expected: ort.InferenceSession, feeds: Feeds) -> None:
+    for got, want in zip(made.run(None, dict(feeds)), expected.run(None, dict(feeds)), strict=True):
+        assert got.dtype == want.dtype
+        assert relative_error(got, want) <= TOLERANCE
+
+
+def both_ways(made: Bundled, source: onnx.ModelProto, folder: Path, *cases: Feeds) -> None:
+    """Compares with the source, with the library and without."""
+    made.save(folder / "both.onnx")
+    onnx.checker.check_model(str(folder / "both.onnx"))
+    expected = ort_session(source)
+    for candidate in (session(folder / "both.onnx"), ort_session(str(folder / "both.onnx"))):
+        for feeds in cases:
+            assert_same(candidate, expected, feeds)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_model_runs_by_its_bundle(tiny: Path, tiny_model: Path, threads: int) -> None:
+    made, expected = session(tiny, threads), ort_session(str(tiny_model))
+    for batch, length in ((1, 16), (3, 7), (1, 1), (2, 61)):
+        assert_same(made, expected, feeds_of(tiny_model, batch, length))
+
+
+def test_who_runs_it(tiny: Path, tiny_model: Path, tmp_path: Path) -> None:
+    feeds = feeds_of(tiny_model, 3, 7)
+    assert ops_run(tiny, feeds, True, tmp_path) == {"Region0"}
+    assert not any("Region" in op for op in ops_run(tiny, feeds, False, tmp_path))
+    assert_same(ort_session(str(tiny)), ort_session(str(tiny_model)), feeds)
+    model = onnx.load(tiny, load_external_data=False)
+    assert {p.key: p.value for p in model.metadata_props}[METADATA] == "m.coda"
+
+
+def test_weights_of_functions_are_never_read(tmp_path: Path) -> None:
+    """onnxruntime maps them, and a node that runs by its bundle does not look at them."""
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    model = graph(nodes, [("x", 1, ["n", 512])], [("y", 1, ["n", 2048])], {"w": weights(512, 2048)})
+    package_regions(model, verify=False).save(tmp_path / "m.onnx")
+    made = session(tmp_path / "m.onnx")
+    made.run(None, {"x": weights(3, 512)})
+    resident = {}
+    current = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.split()[0].count("-") == 1 and not line.split()[0].endswith(":"):
+            current = line.split()[-1]
+        elif line.startswith("Rss:") and current.startswith(str(tmp_path)):
+            resident[Path(current).name] = resident.get(Path(current).name, 0) + int(line.split()[1])
+    assert resident["m.onnx.data"] == 0
+    assert resident["m.coda"] >= 4096  # KB: all weights, where onnxruntime mapped them
+
+
+def test_what_cannot_be_compiled_stays(tmp_path: Path) -> None:
+    """Between operators without a lowering lie regions, each with its bundle; a constant node that both read stays in both."""
+    nodes = [
+        helper.make_node("Transpose", ["w1t"], ["w1"], perm=[1, 0]),
+        helper.make_node("MatMul", ["x", "w1"], ["a"]),
+        helper.make_node("Tanh", ["a"], ["b"]),
+        helper.make_node("MurmurHash3", ["ids"], ["h"], domain="com.microsoft", positive=0),
+        helper.make_node("Cast", ["h"], ["f"], to=1),
+        helper.make_node("Sigmoid", ["f"], ["s"]),
+        helper.make_node("Sinh", ["b"], ["b2"]),
+        helper.make_node("Det", ["square"], ["d"]),
+        helper.make_node("Unsqueeze", ["d", "one"], ["d2"]),
+        helper.make_node("Add", ["d2", "s"], ["c"]),
+        helper.make_node("Add", ["c", "b2"], ["c2"]),
+        helper.make_node("MatMul", ["c2", "w2"], ["y"]),
+    ]
+    inputs = [("x", 1, ["n", 8]), ("ids", 6, ["n", 1]), ("square", 1, ["n", 3, 3])]
+    constants = {"w1t": weights(24, 8), "w2": weights(24, 40, seed=1), "one": np.array([1])}
+    model = graph(nodes, inputs, [("y", 1, ["n", 40]), ("d", 1, ["n"])], constants)
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    made = package_regions(model)
+    assert len(made.regions) == 2
+    assert made.left is not None and ("Det" in made.left or "MurmurHash3" in made.left)
+    outside = {n.op_type for n in made.model.graph.node}
+    assert {"Region0", "Region1", "MurmurHash3", "Det"} <= outside and not {"MatMul", "Tanh"} & outside
+    for n in (1, 7):
+        feeds = {"x": weights(n, 8) / 4, "ids": np.arange(n, dtype=np.int32)[:, None], "square": weights(n, 3, 3)}
+        both_ways(made, model, tmp_path, feeds)
+
+
+def test_nothing_to_compile(tmp_path: Path) -> None:
+    model = graph([helper.make_node("Det", ["x"], ["y"])], [("x", 1, ["n", 3, 3])], [("y", 1, ["n"])])
+    made = package_regions(model)
+    assert made.regions == () and made.left is not None and "Det" in made.left
+    assert [p.name for p in made.save(tmp_path / "m.onnx")] == ["m.onnx"]
+    assert onnx.load(tmp_path / "m.onnx") == model
+    assert_same(session(tmp_path / "m.onnx"), ort_session(model), {"x": weights(5, 3, 3)})
+
+
+def test_outputs_that_nothing_computes(tmp_path: Path) -> None:
+    """An input, a constant and a known size may be outputs; constants may be inputs, and large ones nodes."""
+    nodes = [
+        helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(weights(8, 40))),
+        helper.make_node("MatMul", ["x", "w"], ["p"]),
+        helper.make_node("Add", ["p", "b"], ["y"]),
+        helper.make_node("Identity", ["x"], ["again"]),
+        helper.make_node("Shape", ["x"], ["size"]),
+    ]
+    model = graph(
+        nodes,
+        [("x", 1, ["n", 8]), ("b", 1, [40])],
+        [("y", 1, ["n", 40]), ("again", 1, ["n", 8]), ("size", 7, [2]), ("b", 1, [40]), ("x", 1, ["n", 8])],
+        {"b": weights(40)},
+    )
+    try:
+        ort_session(model)
+    except Exception:  # where onnxruntime refuses an output that is an input
+        del model.graph.output[3:]
+    made = package_regions(model)
+    assert [n.op_type for n in made.model.graph.node][-1:] == ["Region0"]
+    both_ways(made, model, tmp_path, {"x": weights(3, 8)})
+
+
+@pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.INT32, TensorProto.INT64, TensorProto.UINT8])
+def test_dtypes(tmp_path: Path, dtype: int) -> None:
+    nodes = [helper.make_node("Add", ["x", "x"], ["y"]), helper.make_node("Equal", ["x", "y"], ["z"])]
+    model = graph(nodes, [("x", dtype, ["n", 5])], [("y", dtype, ["n", 5]), ("z", TensorProto.BOOL, ["n", 5])])
+    x = np.arange(35).reshape(7, 5).astype(helper.tensor_dtype_to_np_dtype(dtype))
+    both_ways(package_regions(model, verify=False), model, tmp_path, {"x": x})
+
+
+def test_sizes_that_data_decides(tmp_path: Path) -> None:
+    nodes = [helper.make_node("NonZero", ["m"], ["places"]), helper.make_node("Neg", ["x"], ["y"])]
+    model = graph(nodes, [("m", 9, ["n"]), ("x", 1, ["k", 3])], [("places", 7, [1, "found"]), ("y", 1, ["k", 3])])
+    cases = [{"m": np.arange(size) % 3 == 0, "x": weights(size, 3)} for size in (1, 7, 130)]
+    both_ways(package_regions(model, verify=False), model, tmp_path, *cases)
+
+
+def linear() -> onnx.ModelProto:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    return graph(nodes, [("x", 1, ["n", 8])], [("y", 1, ["n", 40])], {"w": weights(8, 40)})
+
+
+def test_pinned_sizes(tmp_path: Path) -> None:
+    package_regions(linear(), shapes={"x": (3, 8)}, verify=False).save(tmp_path / "m.onnx")
+    pinned = session(tmp_path / "m.onnx")
+    assert_same(pinned, ort_session(linear()), {"x": weights(3, 8)})
+    with pytest.raises(Exception, match="Got invalid dimensions"):
+        pinned.run(None, {"x": weights(4, 8)})
+
+
+def test_a_model_in_memory(tiny: Path, tiny_model: Path) -> None:
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(library_path())
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(tiny.parent))
+    made = ort.InferenceSession(tiny.read_bytes(), options, providers=["CPUExecutionProvider"])
+    assert_same(made, ort_session(str(tiny_model)), feeds_of(tiny_model, 2, 9))
+
+
+def test_threads_and_sessions_side_by_side(tiny: Path, tiny_model: Path) -> None:
+    made, expected = [session(tiny, 2) for _ in range(2)], ort_session(str(tiny_model))
+    shapes = [(1, 5), (2, 16), (3, 33), (1, 60)]
+    cases = {shape: (feeds_of(tiny_model, *shape),) for shape in shapes}
+    right = {shape: expected.run(None, dict(feeds)) for shape, (feeds,) in cases.items()}
+    failures: list[str] = []
+
+    def work(seed: int) -> None:
+        for i in range(20):
+            shape = shapes[(seed + i) % len(shapes)]
+            for got, want in zip(made[seed % 2].run(None, dict(cases[shape][0])), right[shape], strict=True):
+                if relative_error(got, want) > TOLERANCE:
+                    failures.append(f"{shape}")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def copied(tiny: Path, folder: Path, change: Callable[[bytearray], object]) -> Path:
+    """The packaged model in ``folder``, with its bundle changed."""
+    for suffix in (".onnx", ".onnx.data"):
+        shutil.copy(tiny.with_suffix(suffix), folder / f"m{suffix}")
+    data = bytearray(tiny.with_suffix(".coda").read_bytes())
+    change(data)
+    (folder / "m.coda").write_bytes(data)
+    return folder / "m.onnx"
+
+
+def flip(place: int) -> Callable[[bytearray], None]:
+    def change(data: bytearray) -> None:
+        data[place] ^= 1
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (flip(8), r"Region0.*format version 4, this runtime reads.*Package the model again"),
+        (flip(4000), r"Region0.*checksum.*Package the model again.*or leave the library out"),
+        (flip(0), r"Region0.*Package the model again"),
+        (lambda data: data.__delitem__(slice(5000, None)), r"coda\.bundle\.0.*out of bounds"),
+    ],
+    ids=["version", "altered", "no bundle", "short"],
+)
+def test_unusable_bundles_say_why(
+    tiny: Path, tmp_path: Path, change: Callable[[bytearray], object], message: str
+) -> None:
+    path = copied(tiny, tmp_path, change)
+    with pytest.raises(Exception, match=message):
+        session(path)
+
+
+def test_a_bundle_that_is_missing(tiny: Path, tiny_model: Path, tmp_path: Path) -> None:
+    path = copied(tiny, tmp_path, flip(0))
+    path.with_suffix(".coda").unlink()
+    with pytest.raises(Exception, match=r"m\.coda"):
+        session(path)
+    assert_same(ort_session(str(path)), ort_session(str(tiny_model)), feeds_of(tiny_model, 2, 9))
+
+
+def test_altered_weights_are_an_error_of_the_first_run(tiny: Path, tiny_model: Path, tmp_path: Path) -> None:
+    made = session(copied(tiny, tmp_path, flip(-5)))
+    for _ in range(2):
+        with pytest.raises(Exception, match=r"checksum.*make it again"):
+            made.run(None, dict(feeds_of(tiny_model, 1, 5)))
+
+
+def test_another_cpus_bundle(tmp_path: Path) -> None:
+    package_regions(linear(), "arm64-linux", verify=False).save(tmp_path / "m.onnx")
+    with pytest.raises(Exception, match=r"Region0.*kernels are for aarch64, this machine is.*Package the model again"):
+        session(tmp_path / "m.onnx")
+    assert_same(ort_session(str(tmp_path / "m.onnx")), ort_session(linear()), {"x": weights(3, 8)})
+
+
+def test_another_models_bundle(tiny: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """Of other inputs, types or sizes; onnxruntime knows how long a bundle's file is."""
+    other = graph([helper.make_node("Neg", ["x"], ["y"])], [("x", 1, ["n"])], [("y", 1, ["n"])])
+    data = writer.to_bytes(package_regions(other, verify=False).bundles[0].bundle)
+    (tmp_path / "m.coda").write_bytes(data)
+    shutil.copy(tiny.with_suffix(".onnx.data"), tmp_path / "m.onnx.data")
+    model = onnx.load(tiny, load_external_data=False)
+    (bundle,) = (t for t in model.graph.initializer if t.name == "coda.bundle.0")
+    bundle.dims[:] = [len(data)]
+    next(e for e in bundle.external_data if e.key == "length").value = str(len(data))
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(Exception, match=r"'x' (has|is).*int64|'x'.*expected"):
+        session(tmp_path / "m.onnx").run(None, dict(feeds_of(tiny_model, 1, 5)))
+
+
+def test_wrong_inputs_are_errors_of_the_run(tiny: Path, tiny_model: Path) -> None:
+    made, feeds = session(tiny), dict(feeds_of(tiny_model, 2, 7))
+    name = next(iter(feeds))
+    with pytest.raises(Exception, match=r"exceeds|expected|differ"):
+        made.run(None, {k: np.repeat(v, 20, axis=1) for k, v in feeds.items()})
+    with pytest.raises(Exception, match=name):
+        made.run(None, {**feeds, name: feeds[name][:, :3]})
+    with pytest.raises(Exception, match="index is out of range"):
+        made.run(None, {**feeds, name: feeds[name] + 10_000})
+    with pytest.raises(Exception, match=r"[Uu]nexpected input data type"):
+        made.run(None, {**feeds, name: feeds[name].astype(np.float32)})
+    assert_same(made, ort_session(str(tiny_model)), feeds)
+
+
+def test_an_onnxruntime_that_is_too_old() -> None:
+    messages: list[bytes] = []
+    create = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)
+
+    @create
+    def create_status(code: int, message: bytes) -> int:
+        messages.append(message)
+        return 1
+
+    table = (ctypes.c_void_p * 300)()
+    table[0] = ctypes.cast(create_status, ctypes.c_void_p)
+    get_api = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint32)(lambda v: ctypes.addressof(table) if v < 18 else None)
+    get_version = ctypes.CFUNCTYPE(ctypes.c_char_p)(lambda: b"1.17.3")
+    base = (ctypes.c_void_p * 2)(*(ctypes.cast(f, ctypes.c_void_p) for f in (get_api, get_version)))
+    register = ctypes.CDLL(library_path()).RegisterCustomOps
+    register.restype = ctypes.c_void_p
+    assert register(None, ctypes.byref(base)) == 1
+    assert messages == [
+        b"onnxruntime 1.17.3 is too old for this library: install 1.18 or later, or leave the library out, and the model "
+        b"runs by its functions"
+    ]
+
+
+def test_command(tmp_path: Path) -> None:
+    onnx.save(linear(), tmp_path / "linear.onnx")
+    out = tmp_path / "made"
+    command = ["package", str(tmp_path / "linear.onnx"), "--form", "ort-bundle", "-o", str(out), "--json"]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert sorted(said["files"]) == [f"{out}.coda", f"{out}.onnx", f"{out}.onnx.data"]
+    assert said["regions"] == [["y"]] and said["left"] is None and said["max_rel_error"] <= TOLERANCE
+    assert_same(session(f"{out}.onnx"), ort_session(linear()), {"x": weights(3, 8)})
+    result = CliRunner().invoke(main, ["package", str(tmp_path / "none.onnx"), "--form", "ort-bundle"])
+    assert result.exit_code == 1 and "no such file" in result.stderr
