@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .onnxruntime import Packaged
     from .onnxruntime.packaging import Weights
 
-_FORMS = ("ort", "bundle", "shared", "static", "c")
+_FORMS = ("ort", "ort-bundle", "bundle", "shared", "static", "c")
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class _Request:
     type=click.Choice(_FORMS),
     default="ort",
     show_default=True,
-    help="For what: onnxruntime; the runtime; or a program that has all inside, as a library, an archive or C sources.",
+    help="For what: onnxruntime, with a library of the model's own or a bundle for the library of all; the runtime; or a program that has all inside, as a library, an archive or C sources.",
 )
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    help="Of ort, the files to write without suffix: OUTPUT.onnx and OUTPUT.so (MODEL.ort by default); else the folder (MODEL.FORM).",
+    help="Of ort and ort-bundle, the files to write without suffix: OUTPUT.onnx and OUTPUT.so or .coda (MODEL.ort by default); else the folder (MODEL.FORM).",
 )
 @click.option("--target", default="native", show_default=True, help="What to build for; see coda-edge targets.")
 @click.option("--name", help="What symbols and files of a linked model begin with; MODEL by default.")
@@ -79,7 +79,7 @@ def command(
             f"{model} is a bundle, whose kernels are linked already: give the ONNX model that it was made of"
         )
     request = _Request(model, form, output, target, name, bare, weights, not no_verify, shapes or None)
-    described, lines = (_for_onnxruntime if form == "ort" else _for_program)(request)
+    described, lines = _MAKERS.get(form, _for_program)(request)
     click.echo(json.dumps(described | {"form": form}) if as_json else "\n".join(lines))
 
 
@@ -113,9 +113,36 @@ def _for_onnxruntime(request: _Request) -> _Shown:
         f"{request.model.name} → {onnx_file}, {library}",
         f"{len(packaged.operators)} of {len(packaged.model.graph.node)} nodes run as {kinds} operators of ours",
         *(f"  {node} stays a function: {reason}" for node, reason in packaged.functions.items()),
+        *([] if packaged.left is None else [f"  not all of it is rewritten: {packaged.left}"]),
+        *([] if packaged.unchecked is None else [f"not compared with the source model: {packaged.unchecked}"]),
         *_difference(packaged.max_rel_error),
     ]
     return _described(packaged) | {"onnx": str(onnx_file), "library": str(library)}, lines
+
+
+def _for_shared_library(request: _Request) -> _Shown:
+    from .onnxruntime import package_regions
+
+    stem = request.output or request.model.with_suffix(".ort")
+    path = creatable(stem.with_name(f"{stem.name}.onnx"))
+    made = package_regions(existing(request.model), request.target, request.shapes, request.verify)
+    files = made.save(path)
+    lines = [
+        f"{request.model.name} → {', '.join(map(str, files))}",
+        f"{sum(map(len, made.regions))} nodes run by {len(made.bundles)} bundle{'s' * (len(made.bundles) != 1)}",
+        *([] if made.left is None else [f"the others stay onnxruntime's: {made.left}"]),
+        *_difference(made.max_rel_error),
+    ]
+    described: dict[str, object] = {
+        "files": list(map(str, files)),
+        "regions": made.regions,
+        "left": made.left,
+        "max_rel_error": made.max_rel_error,
+    }
+    return described, lines
+
+
+_MAKERS = {"ort": _for_onnxruntime, "ort-bundle": _for_shared_library}
 
 
 def _difference(error: float | None) -> list[str]:
@@ -127,5 +154,7 @@ def _described(packaged: Packaged) -> dict[str, object]:
         "operators": packaged.operators,
         "functions": packaged.functions,
         "nodes": len(packaged.model.graph.node),
+        "left": packaged.left,
+        "unchecked": packaged.unchecked,
         "max_rel_error": packaged.max_rel_error,
     }

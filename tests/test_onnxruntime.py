@@ -26,7 +26,7 @@ from onnx import helper, numpy_helper
 
 from coda_edge import frontend
 from coda_edge.cli import main
-from coda_edge.errors import InvalidModel, TargetError
+from coda_edge.errors import TargetError
 from coda_edge.inputs import Feeds, Padding, default_sizes, generate_inputs, input_specs
 from coda_edge.onnxruntime import Packaged, operators, package, packaging
 from coda_edge.onnxruntime.build import NATIVE, build
@@ -417,15 +417,6 @@ def test_sizes_that_only_sums_show() -> None:
         "past": "in0_1 - in1_0",
         "k": "in2_0/4",
     }
-
-
-def test_nothing_to_do_is_an_error() -> None:
-    x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 3, 3])
-    y = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["n"])
-    graph = helper.make_graph([helper.make_node("Det", ["x"], ["y"])], "g", [x], [y])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
-    with pytest.raises(InvalidModel, match="nothing in the model becomes a kernel"):
-        package(model)
 
 
 def test_cuda_is_no_target() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,20 +13,18 @@ import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper
 
-from .. import export, frontend
-from ..calibrate import measure_on
+from .. import export
 from ..driver import Model, Progress
-from ..errors import InvalidModel, TargetError
+from ..errors import TargetError
 from ..files import atomic
-from ..inputs import bound_specs
 from ..ir import DOMAIN, Array
-from ..passes import run_pipeline
-from ..schedule import Schedules
 from ..targets import Target, get
 from ..verify import Runner, Verifier, ort_session
 from .build import build
 from .constants import digest
-from .operators import Call, Claims, claim
+from .operators import Call, Claims
+from .parts import reads
+from .rewritten import Settings, rewrite
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -40,7 +37,7 @@ class Packaged:
     """A model for onnxruntime. ``operators``: by node name, the custom operator that runs it.
 
     ``functions``: by node name, why a ``coda`` node runs as its function. ``max_rel_error``: with the library, against the source
-    model; None if nothing was compared.
+    model; None if nothing was compared, for the reason ``unchecked`` if it was to be. ``left``: why parts of the model, or all of it, are as they were; None: all was rewritten.
     """
 
     model: onnx.ModelProto
@@ -48,6 +45,8 @@ class Packaged:
     operators: dict[str, str]
     functions: dict[str, str]
     max_rel_error: float | None
+    unchecked: str | None = None
+    left: str | None = None
 
     def save(self, model: str | os.PathLike[str], library: str | os.PathLike[str]) -> None:
         """Writes both files, each whole or not at all."""
@@ -67,6 +66,8 @@ def package(
 ) -> Packaged:
     """Rewrites ``model`` and compiles its ``coda`` nodes into custom operators for ``target``; all other nodes stay as they are.
 
+    A model that cannot be rewritten as a whole is in the parts that can be; one in which there is nothing to rewrite comes out as it is.
+
     ``shapes`` pins input dimensions. ``verify`` compares both ways of running with the source model, on made-up inputs.
     ``progress(stage, fraction)`` hears how far each stage is. ``weights``: where the operators' constants are, in the kernels' layout: in the
     ``"model"``, or in the ``"library"``, without which the model does not run then.
@@ -79,39 +80,18 @@ def package(
         raise TargetError(f"target '{chosen.name}' is no CPU: custom operators are built for CPUs only")
     # Products of bytes have no form in functions.
     chosen = get(chosen.base) if chosen.base else chosen
-    tell("load", 0.0)
-    loaded = frontend.load(model)
-    tell("normalize", 0.0)
-    normal = frontend.to_normal_form(loaded, dict(shapes) if shapes else None)
-    specs = bound_specs(loaded, normal.graph)
-    verifier = None
-    if verify:
-        tell("reference", 0.0)
-        by_data = frontend.decided_by_data(normal.graph)
-        verifier = Verifier.of_model(loaded, specs, allowed=normal.allows, by_data=by_data)
-    known = Schedules.packaged()
-    measure = None if verifier is None else measure_on([feeds for feeds, _ in verifier.cases])
-    absorbs = partial(known.absorbs, chosen.measured_as)
-    run_pipeline(normal.graph, lambda done: tell(f"pass {done.name}", 0.5), measure, absorbs)
-    tell("export", 0.0)
-    exported = export.to_model(normal.graph, narrow=True)
-    tell("lower", 0.0)
-    claims = claim(normal.graph, chosen, normal.constraints, known, in_library=weights == "library")
-    if not claims.calls:
-        raise InvalidModel(
-            "nothing in the model becomes a kernel, so there is no library to make: onnxruntime runs it as it is"
-        )
-    named = _rename(exported, claims)
+    done = rewrite(model, shapes, Settings(chosen, verify, weights == "library", tell))
+    named = _rename(done.model, done.claims) if done.claims.calls else {}
     tell("build kernels", 0.0)
-    operators = {name: claims.calls[node].operator for node, name in named.items()}
-    library = build(operators, claims.kernels, chosen, _weights(claims))
+    operators = {name: done.claims.calls[node].operator for node, name in named.items()}
+    library = build(operators, done.claims.kernels, chosen, _weights(done.claims))
     error = None
     # onnxruntime draws other random numbers each time: there is nothing to compare with.
-    if verifier is not None and not verifier.random:
+    if done.verifier is not None and not done.verifier.random:
         tell("verify", 0.0)
-        error = _verify(verifier, exported, library, chosen, alone=weights == "model")
+        error = _verify(done.verifier, done.model, library, chosen, alone=weights == "model")
     tell("done", 1.0)
-    return Packaged(exported, library, named, claims.left, error)
+    return Packaged(done.model, library, named, done.claims.left, error, done.unchecked, done.left)
 
 
 def session(
@@ -191,7 +171,7 @@ def _prune(graph: onnx.GraphProto) -> None:
     nodes = []
     for node in reversed(graph.node):
         if needed.intersection(node.output):
-            needed.update(_reads(node))
+            needed |= reads(node)
             nodes.append(node)
     kept = [t for t in graph.initializer if t.name in needed]
     rest = onnx.GraphProto()
@@ -200,16 +180,6 @@ def _prune(graph: onnx.GraphProto) -> None:
     del graph.node[:], graph.initializer[:]
     graph.node.extend(rest.node)
     graph.initializer.extend(rest.initializer)
-
-
-def _reads(node: onnx.NodeProto) -> Iterator[str]:
-    """What a node reads, also in its nested graphs."""
-    yield from node.input
-    for attribute in node.attribute:
-        for graph in (attribute.g, *attribute.graphs):
-            yield from (value.name for value in graph.output)
-            for inner in graph.node:
-                yield from _reads(inner)
 
 
 def _weights(claims: Claims) -> dict[str, Array]:

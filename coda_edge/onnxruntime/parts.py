@@ -56,7 +56,8 @@ def compile_parts(model: onnx.ModelProto, target: str, verify: bool = True) -> l
 def each_part(model: onnx.ModelProto, make: Callable[[onnx.ModelProto], Made]) -> list[Made]:
     """What ``make`` makes of each part of ``model``: a model whose inputs and outputs are values of it, by its names.
 
-    Where it raises UnsupportedOperator, a part is cut again; parts where it raises another CodaError are left out.
+    Where it raises UnsupportedOperator, a part is cut again, without that operator; where it raises another CodaError, without what
+    has values of unknown types or ranks, if there is any.
     """
     return list(_make(_read(model), list(model.graph.node), set(), make))
 
@@ -109,16 +110,23 @@ def _make(
         if not any(node.op_type in HEAVY for node in part):
             continue
         cut = _extract(known, part, fixed)
-        if cut is None:
-            continue
+        found = _untyped(known, part, fixed)
         try:
-            yield make(cut)
+            if cut is not None:
+                yield make(cut)
+                continue
         except UnsupportedOperator as error:
             found = {node.output[0] for node in _named(part, error)}
-            if found:
-                yield from _make(known, part, hard | found, make)
         except CodaError:
-            continue
+            pass
+        if found:
+            yield from _make(known, part, hard | found, make)
+
+
+def _untyped(known: _Model, nodes: Sequence[onnx.NodeProto], fixed: Mapping[str, onnx.NodeProto]) -> set[str]:
+    """First outputs of those of ``nodes`` that read or make values of which nothing is known: sequences, or tensors of unknown rank."""
+    typed = known.types.keys() | known.constants.keys() | fixed.keys()
+    return {node.output[0] for node in nodes if not typed.issuperset(reads(node) | set(filter(None, node.output)))}
 
 
 def _named(nodes: Sequence[onnx.NodeProto], error: UnsupportedOperator) -> list[onnx.NodeProto]:
