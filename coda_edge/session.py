@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _runtime
+from .device_array import DeviceArray, on_device
 from .dtypes import numpy_dtype
 from .errors import ShapeError, SignatureError
 
@@ -63,7 +64,9 @@ class _Tensor:
         self._foreign = element == "bfloat16"
 
     def in_place(self, array: npt.NDArray[Any]) -> tuple[int, npt.NDArray[Any]]:
-        """Element type and memory of ``array``, in a type that the buffer protocol knows."""
+        """Element type and memory of ``array``, in a type that the buffer protocol knows; an array on a GPU is its own."""
+        if isinstance(array, DeviceArray):
+            return self.number, array
         return self.number, array.view(np.uint16) if self._foreign else array
 
 
@@ -157,7 +160,8 @@ class Session:
 
         ``feeds`` maps each input's name to its array; contiguous arrays are read in place. ``outputs`` maps names of outputs to
         arrays that the results are written to and that are returned: contiguous, of the output's type and shape, apart from each
-        other and from ``feeds``; the others are new arrays. Raises ``ShapeError`` for a missing or unknown name, a wrong element
+        other and from ``feeds``; the others are new arrays. Where a GPU runs the model, arrays of both may be the GPU's
+        (``__cuda_array_interface__``). Raises ``ShapeError`` for a missing or unknown name, a wrong element
         type or dimensions that do not fit (those that data decides too), and ``DataError`` for a value that the model cannot process.
         """
         wanted = self._all if output_names is None else self._wanted(output_names)
@@ -171,7 +175,7 @@ class Session:
         copied = [i for i in dict.fromkeys(wanted) if i not in given]
         for i, (dims, data) in zip(copied, self._runtime.run(inputs, results, copied), strict=True):
             given[i] = np.frombuffer(data, self._outputs[i].dtype).reshape(dims)
-        return [given[i] for i in wanted]
+        return [a.owner if isinstance(a, DeviceArray) else a for a in (given[i] for i in wanted)]
 
     def profile(self, feeds: Mapping[str, npt.ArrayLike], rounds: int = 1) -> list[StepProfile]:
         """Where the time of a run on ``feeds`` goes: its kernel calls in order, timed in each of ``rounds`` runs.
@@ -229,13 +233,16 @@ class Session:
         arrays: dict[int, npt.NDArray[Any]] = {}
         for i, (name, array) in zip(self._wanted(list(outputs)), outputs.items(), strict=True):
             dtype, shape = self._outputs[i].dtype, shapes[i]
+            device = on_device(array)
+            if device:
+                array = self._on_device(array, f"output '{name}'")
             if -1 in shape:
                 raise ShapeError(f"output '{name}' has a size that data decides: no array can be given for it")
             if array.dtype != dtype or array.shape != shape:
                 raise ShapeError(
                     f"output '{name}' is to be written to {array.dtype} {list(array.shape)}, expected {dtype} {list(shape)}"
                 )
-            if not (array.flags.c_contiguous and array.flags.aligned and array.flags.writeable):
+            if not device and not (array.flags.c_contiguous and array.flags.aligned and array.flags.writeable):
                 raise ShapeError(f"output '{name}' needs an array that is contiguous, aligned and writeable")
             arrays[i] = array
         return arrays
@@ -248,10 +255,22 @@ class Session:
         return [self._array(tensor, feeds[tensor.name]) if tensor.name in feeds else None for tensor in self._inputs]
 
     def _array(self, tensor: _Tensor, value: npt.ArrayLike) -> tuple[int, npt.NDArray[Any]]:
-        array = value if type(value) is np.ndarray else np.asarray(value)
+        array = value if type(value) is np.ndarray else self._taken(tensor, value)
         if array.dtype is not tensor.dtype and array.dtype != tensor.dtype:
             raise ShapeError(f"input '{tensor.name}': element type is {array.dtype}, expected {tensor.dtype}")
+        if isinstance(array, DeviceArray):
+            return tensor.in_place(array)
         return tensor.in_place(array if array.flags.num & _IN_PLACE == _IN_PLACE else array.copy(order="C"))
+
+    def _taken(self, tensor: _Tensor, value: npt.ArrayLike) -> npt.NDArray[Any]:
+        """``value``, which is no array of numpy's, as an array."""
+        return self._on_device(value, f"input '{tensor.name}'") if on_device(value) else np.asarray(value)
+
+    def _on_device(self, value: Any, name: str) -> Any:
+        """An array on a GPU, if that is where the model runs."""
+        if not self.target.startswith("cuda"):
+            raise ShapeError(f"{name} is on a GPU, and this session runs on the CPU ({self.target}): copy it to the host")
+        return DeviceArray(value, name)
 
 
 def _quoted(tensors: list[_Tensor]) -> str:

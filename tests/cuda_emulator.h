@@ -117,12 +117,16 @@ template <class... P> struct Start {
 };
 
 static void run_block(unsigned threads, void (*start)()) {
-  fibers = std::vector<Fiber>(threads);
+  if (fibers.size() != threads) fibers = std::vector<Fiber>(threads);
   warps = std::vector<Warp>((threads + 31) / 32);
   arrivals = 0;
   memset(shared_ptr, 0xff, sizeof shared_ptr);
   for (Fiber &fiber : fibers) {
     fiber.stack.resize(128 << 10);
+    fiber.groups.clear();
+    fiber.open.clear();
+    fiber.barriers = fiber.collectives = 0;
+    fiber.done = false;
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
     fiber.context.uc_stack.ss_size = fiber.stack.size();
@@ -243,6 +247,22 @@ static void coda_wait(int pending) {
 }
 
 static void coda_barrier() { emulator::barrier(); }
+
+static float coda_block_sum(float x) {
+  static float given[1024];
+  given[emulator::running] = x;
+  emulator::barrier();
+  float total = 0;
+  for (size_t i = 0; i < emulator::fibers.size(); ++i) total += given[i];
+  emulator::barrier();
+  return total;
+}
+
+// Not where others wait at a barrier.
+static void coda_leave() {
+  emulator::fibers[emulator::running].done = true;
+  emulator::yield();
+}
 
 static void coda_put(void *to, float a, float b, float c, float d) { *(float4 *)to = {a, b, c, d}; }
 

@@ -67,6 +67,16 @@ private:
   // (element type, array)
   static void fill(coda_tensor &tensor, Py_buffer &view, const nb::tuple &pair, bool writable) {
     const nb::object array = pair[1];
+    if (nb::hasattr(array, "address")) { // on a GPU: coda_edge.device_array
+      const nb::tuple shape = nb::cast<nb::tuple>(array.attr("shape"));
+      tensor.data = (void *)nb::cast<uintptr_t>(array.attr("address"));
+      tensor.bytes = nb::cast<size_t>(array.attr("nbytes"));
+      tensor.dtype = nb::cast<int32_t>(pair[0]);
+      tensor.rank = (int32_t)shape.size();
+      for (size_t axis = 0; axis < shape.size() && axis < CODA_MAX_RANK; axis++)
+        tensor.dims[axis] = nb::cast<int64_t>(shape[axis]);
+      return;
+    }
     if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0)) != 0)
       throw nb::python_error();
     tensor.data = view.buf;

@@ -1,0 +1,221 @@
+"""Whole models for GPUs: bundles run by the C runtime over a driver that emulates kernels on the CPU, against onnxruntime.
+
+What the runtime does with a real driver is the same calls; ``python -m benchmarks.cuda_models`` is for a machine with a GPU.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import cuda_fake_driver as fake
+import numpy as np
+import numpy.typing as npt
+import onnx
+import pytest
+from graphs import load_fixture, random_inputs, run, sizes_for
+from onnx import TensorProto, helper, numpy_helper
+
+import coda_edge
+from coda_edge.bundle import reader
+from coda_edge.errors import TargetError
+from coda_edge.targets import get, get_all, ranked
+
+Array = npt.NDArray[Any]
+TOLERANCE = 3e-3
+
+
+def relative(expected: list[Array], found: dict[str, Array]) -> float:
+    """The largest relative L2 error of an output."""
+    pairs = zip(expected, found.values(), strict=True)
+    return max(float(np.linalg.norm(f.astype(float) - e) / max(np.linalg.norm(e), 1e-30)) for e, f in pairs)
+
+
+def small(
+    nodes: list[onnx.NodeProto], inputs: dict[str, Any], outputs: dict[str, Any], **constants: Array
+) -> onnx.ModelProto:
+    """A model of ``nodes``; inputs and outputs by name: element type and dimensions."""
+    infos = [[helper.make_tensor_value_info(n, t, d) for n, (t, d) in which.items()] for which in (inputs, outputs)]
+    given = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    graph = helper.make_graph(nodes, "small", *infos, given)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+
+
+@pytest.mark.parametrize("name", ["unit.enclayer_mask.ts17", "llama_kv.sdpa.ts17"])
+def test_export_on_the_emulated_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms absorbed, joined projections, rotary heads, masks, past keys and values; several shapes of one bundle, one graph for each."""
+    model = load_fixture(name)
+    made = fake.optimized(monkeypatch, model, "cuda", tmp_path, verify=False)
+    assert made.bundle.best.target == "cuda" and not made.bundle.best.plan.reads
+    calls = [
+        random_inputs(model, sizes_for(model, batch, length, past=3), seed=i)
+        for i, (batch, length) in enumerate(((2, 17), (1, 5)))
+    ]
+    found, (graphs, graph_launches, launches) = fake.run(tmp_path, [*calls, *calls])
+    for feeds, outputs in zip([*calls, *calls], found, strict=True):
+        assert relative(run(model, feeds), outputs) <= TOLERANCE
+    steps = made.bundle.best.plan.steps
+    assert (graphs, graph_launches) == (2, 4)
+    assert len(steps) * 2 <= launches <= 2 * sum(1 + (s.finish >= 0) for s in steps)
+
+
+def test_operators_without_tensor_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A convolution as a window and a product, a convolution in groups, a product of two inputs, softmax, a cumulative sum, all in one bundle."""
+    rng = np.random.default_rng(0)
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"], "conv", kernel_shape=[3, 3], pads=[1, 1, 1, 1], strides=[2, 2]),
+        helper.make_node("Relu", ["c"], ["r"]),
+        helper.make_node("Conv", ["r", "g"], ["d"], "grouped", kernel_shape=[3, 3], pads=[1, 1, 1, 1], group=8),
+        helper.make_node("Reshape", ["d", "flat"], ["f"]),
+        helper.make_node("MatMul", ["f", "y"], ["m"], "product"),
+        helper.make_node("Softmax", ["m"], ["s"], axis=-1),
+        helper.make_node("CumSum", ["s", "axis"], ["z"]),
+        helper.make_node("ReduceMax", ["m"], ["top"], keepdims=0),
+    ]
+    model = small(
+        nodes,
+        {"x": (TensorProto.FLOAT, ["n", 3, 8, 10]), "y": (TensorProto.FLOAT, ["n", 20, 7])},
+        {"z": (TensorProto.FLOAT, ["n", 8, 7]), "top": (TensorProto.FLOAT, [])},
+        w=(rng.standard_normal((8, 3, 3, 3)) / 5).astype(np.float32),
+        g=(rng.standard_normal((8, 1, 3, 3)) / 3).astype(np.float32),
+        flat=np.array([0, 8, 20], np.int64),
+        axis=np.array(1, np.int64),
+    )
+    fake.optimized(monkeypatch, model, "cuda-sm80", tmp_path, verify=False)
+    feeds = {
+        "x": rng.standard_normal((2, 3, 8, 10)).astype(np.float32),
+        "y": rng.standard_normal((2, 20, 7)).astype(np.float32),
+    }
+    (found,), _ = fake.run(tmp_path, [feeds])
+    assert relative(run(model, feeds), found) <= TOLERANCE
+
+
+def gathering() -> onnx.ModelProto:
+    table = np.arange(12, dtype=np.float32).reshape(6, 2)
+    nodes = [helper.make_node("Gather", ["table", "ids"], ["y"], "lookup")]
+    return small(nodes, {"ids": (TensorProto.INT64, ["n"])}, {"y": (TensorProto.FLOAT, ["n", 2])}, table=table)
+
+
+def test_index_out_of_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the step, and the session goes on."""
+    fake.optimized(monkeypatch, gathering(), "cuda-sm80", tmp_path, verify=False)
+    script = """
+import sys, numpy as np, coda_edge
+session = coda_edge.Session(sys.argv[1] + "/model.coda")
+try:
+    session.run(None, {"ids": np.array([1, 9, 2])})
+except coda_edge.errors.DataError as error:
+    print(error)
+print(session.run(None, {"ids": np.array([1, 5, -1])})[0].tolist(), session.target)
+"""
+    done = fake.process(tmp_path, script)
+    assert done.stdout.splitlines() == [
+        "an index is out of range in step 'map', from lookup.map",
+        "[[2.0, 3.0], [10.0, 11.0], [10.0, 11.0]] cuda-sm80",
+    ]
+
+
+def test_arrays_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs and outputs by ``__cuda_array_interface__`` (here the device's memory is the host's); gaps are refused; steps are timed."""
+    fake.optimized(monkeypatch, gathering(), "cuda-sm80", tmp_path, verify=False)
+    script = """
+import sys, numpy as np, coda_edge
+class Device:
+    def __init__(self, array, strides=None):
+        self.array = array
+        self.__cuda_array_interface__ = {"data": (array.ctypes.data, False), "shape": array.shape, "typestr": array.dtype.str,
+                                         "strides": strides, "version": 3}
+session = coda_edge.Session(sys.argv[1] + "/model.coda")
+ids, y = Device(np.array([4, 0])), Device(np.zeros((2, 2), np.float32))
+assert session.run(None, {"ids": ids}, {"y": y})[0] is y
+print(y.array.tolist())
+try:
+    session.run(None, {"ids": Device(np.array([4, 0, 1]), (16,))})
+except coda_edge.errors.ShapeError as error:
+    print(error)
+print([(p.name, p.ns >= 0) for p in session.profile({"ids": np.array([1])}, 3)])
+"""
+    done = fake.process(tmp_path, script)
+    assert done.stdout.splitlines() == [
+        "[[8.0, 9.0], [0.0, 1.0]]",
+        "input 'ids' is an array on a GPU with gaps or another order: make it contiguous",
+        "[('map', True)]",
+    ], done.stderr
+
+
+def test_numbers_drawn_in_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What differs from run to run is not in a graph."""
+    node = helper.make_node("RandomUniformLike", ["x"], ["y"], "draw")
+    model = small([node], {"x": (TensorProto.FLOAT, ["n"])}, {"y": (TensorProto.FLOAT, ["n"])})
+    fake.optimized(monkeypatch, model, "cuda-sm80", tmp_path, verify=False)
+    feeds = {"x": np.zeros(50, np.float32)}
+    (first, second), (graphs, _, launches) = fake.run(tmp_path, [feeds, feeds])
+    assert graphs == 0 and launches >= 2
+    assert np.all((first["y"] >= 0) & (first["y"] < 1)) and np.any(first["y"] != second["y"])
+
+
+_OPEN = """
+import sys, numpy as np, coda_edge
+try:
+    session = coda_edge.Session(sys.argv[1] + "/model.coda")
+    print(session.target, session.run(None, {"ids": np.array([1])})[0].tolist())
+except coda_edge.errors.TargetError as error:
+    print(error)
+"""
+
+
+def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No driver, a driver without a device, kernels for another GPU: each is said; a bundle with a CPU's kernels too runs on these."""
+    made = fake.optimized(monkeypatch, gathering(), "cuda-sm80", tmp_path, verify=False)
+    assert "the driver finds none" in fake.process(tmp_path, _OPEN, devices=0).stdout
+    level = made.bundle.best
+    monkeypatch.setattr(fake, "MODULE", b"other")
+    fake.optimized(monkeypatch, gathering(), "cuda-sm80", tmp_path, verify=False)
+    assert (
+        "no kernels for this GPU (Emulator, sm_75) and a driver for CUDA 12.4" in fake.process(tmp_path, _OPEN).stdout
+    )
+    (tmp_path / "libcuda.so.1").unlink()
+    if not get_all("auto")[1:]:
+        assert "no driver for one (libcuda.so.1)" in fake.process(tmp_path, _OPEN).stdout
+    monkeypatch.setattr(fake, "MODULE", b"kernels")
+    both = fake.optimized(monkeypatch, gathering(), "cuda-sm80,native", tmp_path, verify=False).bundle
+    cpu = both.levels[0].target
+    assert both.best.target == "cuda-sm80" and level.features == ("cuda",)
+    assert fake.process(tmp_path, _OPEN).stdout == "cuda-sm80 [[2.0, 3.0]]\n"
+    assert fake.process(tmp_path, _OPEN, devices=0).stdout == f"{cpu} [[2.0, 3.0]]\n"
+
+
+def test_a_device_array_is_refused_by_a_cpu(tmp_path: Path) -> None:
+    class Device:
+        def __init__(self) -> None:
+            self.__cuda_array_interface__ = {"data": (0, False), "shape": (1,), "typestr": "<i8", "version": 3}
+
+    coda_edge.optimize(gathering(), verify=False).save(tmp_path / "model.coda")
+    with pytest.raises(coda_edge.errors.ShapeError, match="input 'ids' is on a GPU, and this session runs on the CPU"):
+        coda_edge.Session(tmp_path / "model.coda").run(None, {"ids": Device()})  # type: ignore[dict-item]
+
+
+def test_sizes_that_data_decides_are_refused() -> None:
+    nodes = [
+        helper.make_node("NonZero", ["x"], ["places"]),
+        helper.make_node("Cast", ["places"], ["y"], to=TensorProto.FLOAT),
+    ]
+    model = small(nodes, {"x": (TensorProto.FLOAT, ["n"])}, {"y": (TensorProto.FLOAT, [1, "k"])})
+    with pytest.raises(TargetError, match="is decided by data, which cuda-sm80 does not run yet"):
+        coda_edge.optimize(model, "cuda-sm80", verify=False)
+
+
+def test_gpus_are_preferred_and_not_native() -> None:
+    assert ranked(get_all("cuda-sm90,x86-64-v3,cuda")) == ["x86-64-v3", "cuda", "cuda-sm90"]
+    assert get_all("auto")[0] == get("native")
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc on the PATH")
+def test_fat_binary(tmp_path: Path) -> None:
+    """Machine code for three architectures and PTX for newer ones, of a whole model."""
+    path = tmp_path / "model.coda"
+    coda_edge.optimize(load_fixture("unit.enclayer_post.dyn20"), "cuda", verify=False).save(path)
+    library = reader.read(path).best.library
+    assert library[:4] == b"\x50\xed\x55\xba"
+    assert b"sm_80" in library or len(library) > 50_000
