@@ -269,7 +269,9 @@ class Session:
     def _on_device(self, value: Any, name: str) -> Any:
         """An array on a GPU, if that is where the model runs."""
         if not self.target.startswith("cuda"):
-            raise ShapeError(f"{name} is on a GPU, and this session runs on the CPU ({self.target}): copy it to the host")
+            raise ShapeError(
+                f"{name} is on a GPU, and this session runs on the CPU ({self.target}): copy it to the host"
+            )
         return DeviceArray(value, name)
 
 
