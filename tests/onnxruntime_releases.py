@@ -1,89 +1,129 @@
-"""One packaged model on several releases of onnxruntime, each in an environment of its own: ``python tests/onnxruntime_releases.py``.
+"""Packaged models on several releases of onnxruntime, from the same binaries: ``python tests/onnxruntime_releases.py``.
 
 Needs a package index, and downloads each release once into ``build/onnxruntime-<release>``. Releases may be named as arguments.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
-import venv
+from collections.abc import Mapping
 from pathlib import Path
 
 import graphs
 import numpy as np
+import onnx
 
 from coda_edge import frontend
 from coda_edge.inputs import default_sizes, generate_inputs, input_specs
-from coda_edge.onnxruntime import package
+from coda_edge.onnxruntime import library_path, package, package_regions
 from coda_edge.verify import TOLERANCE, ort_session
 
 RELEASES = ("1.20.1", "1.22.0", "1.24.1")
 MODELS = ("bert.sdpa.dyn20", "gpt2.sdpa.ts17")
+WAYS = ("its own library", "its functions", "the generic library", "the region's function", "the execution provider")
 _BUILD = Path(__file__).resolve().parent.parent / "build"
-# Runs in the other environment: prints the worst error with the library and without, and whether its operators ran.
+# Runs on the other release: prints for each way the worst error, "inf" if others than it asks for ran; "-" where there is no such way.
 _PROGRAM = """
 import json, sys
 import numpy as np, onnxruntime as ort
-base, data = sys.argv[1], np.load(sys.argv[1] + ".npz")
+base, generic, data = sys.argv[1], sys.argv[2], np.load(sys.argv[1] + ".npz")
 feeds = {k[3:]: data[k] for k in data if k.startswith("in:")}
 expected = [data[f"out:{i}"] for i in range(sum(k.startswith("out:") for k in data))]
-for library in (base + ".so", None):
+def run(model, library, ours, provider=False):
     options = ort.SessionOptions()
     options.enable_profiling = True
     options.profile_file_prefix = base
-    if library:
-        options.register_custom_ops_library(library)
-    session = ort.InferenceSession(base + ".onnx", options, providers=["CPUExecutionProvider"])
+    if provider:
+        ort.register_execution_provider_library("CodaEP", library)
+        devices = [d for d in ort.get_ep_devices() if d.ep_name == "CodaEP"]
+        options.add_provider_for_devices(devices[:1], {"bundle": base + "-regions.coda"})
+        session = ort.InferenceSession(model, options)
+    else:
+        if library:
+            options.register_custom_ops_library(library)
+        session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     results = session.run(None, feeds)
     events = json.load(open(session.end_profiling()))
     ops = {e["args"]["op_name"] for e in events if e["cat"] == "Node" and e["name"].endswith("_kernel_time")}
-    ours = any(op.startswith("Attention_") for op in ops)
     error = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(results, expected))
-    print(error if ours == bool(library) else "inf")
+    print(error if any(op.startswith(("Gemm_", "Region", "CodaEP")) for op in ops) == ours else "inf")
+run(base + ".onnx", base + ".so", True)
+run(base + ".onnx", None, False)
+run(base + "-regions.onnx", generic, True)
+run(base + "-regions.onnx", None, False)
+if hasattr(ort, "register_execution_provider_library"):
+    run(base + "-source.onnx", generic, True, True)
+else:
+    print("-")
 """
 
 
-def interpreter(release: str) -> Path:
-    """Python with onnxruntime ``release``, installed if it is not there."""
+def installed(release: str) -> Path:
+    """A folder with onnxruntime ``release``, installed if it is not there. Raises CalledProcessError if it cannot be had."""
     folder = _BUILD / f"onnxruntime-{release}"
-    python = folder / "bin" / "python"
-    if not python.exists():
-        venv.create(folder, with_pip=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", f"onnxruntime=={release}", "numpy"], check=True)
-    return python
+    if not (folder / "onnxruntime").exists():
+        part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--target",
+            part,
+            f"onnxruntime=={release}",
+        ]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            part.rename(folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    return folder
 
 
-def write(name: str, folder: Path) -> Path:
-    """The fixture ``name`` packaged, with inputs and what onnxruntime makes of them here; the files' common stem."""
-    model = frontend.load(graphs.load_fixture(name))
-    base = folder / name
+def write(model: onnx.ModelProto, base: Path) -> None:
+    """``model`` packaged in both ways as files that begin with ``base``, with inputs and what onnxruntime makes of them here."""
+    onnx.save(model, f"{base}-source.onnx")
     package(model, verify=False).save(f"{base}.onnx", f"{base}.so")
+    package_regions(f"{base}-source.onnx", verify=False).save(f"{base}-regions.onnx")
     specs = input_specs(model)
     feeds = generate_inputs(specs, default_sizes(specs, 3, 7), padding="left")
     results = ort_session(model).run(None, feeds)
     arrays = {f"in:{k}": v for k, v in feeds.items()} | {f"out:{i}": np.asarray(v) for i, v in enumerate(results)}
     np.savez(f"{base}.npz", allow_pickle=False, **arrays)
-    return base
+
+
+def errors(base: Path, release: str) -> Mapping[str, float]:
+    """By way of running, the worst error of what ``write`` left at ``base`` on ``release``; without ways that it does not have.
+
+    Infinite: others ran than should have. Raises RuntimeError with what the release said if it fails.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(installed(release))}
+    command = [sys.executable, "-c", _PROGRAM, str(base), library_path()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"onnxruntime {release}: {done.stderr.strip()}")
+    return {way: float(text) for way, text in zip(WAYS, done.stdout.split(), strict=True) if text != "-"}
 
 
 def main(releases: tuple[str, ...]) -> int:
     """Prints one line for each model, release and way of running; returns how many are beyond the tolerance."""
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        for base in [write(name, Path(folder)) for name in MODELS]:
+        for name in MODELS:
+            base = Path(folder, name)
+            write(frontend.load(graphs.load_fixture(name)), base)
             for release in releases:
-                done = subprocess.run(
-                    [interpreter(release), "-c", _PROGRAM, base], capture_output=True, text=True, check=False
-                )
-                errors = [float(line) for line in done.stdout.split()] if not done.returncode else [float("inf")] * 2
-                for way, error in zip(("with its library", "by its functions"), errors, strict=True):
+                for way, error in errors(base, release).items():
                     bad = not error <= TOLERANCE
                     failed += bad
-                    print(f"{base.name} {way}, onnxruntime {release}: {error:.1e}{' FAILED' if bad else ''}")
-                if done.returncode:
-                    print(done.stderr, file=sys.stderr)
+                    print(f"{name} by {way}, onnxruntime {release}: {error:.1e}{' FAILED' if bad else ''}", flush=True)
     return failed
 
 

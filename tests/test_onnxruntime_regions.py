@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,10 +13,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime as ort
+import onnxruntime_headers
 import pytest
 from click.testing import CliRunner
 from onnx import TensorProto, helper, numpy_helper
 
+from benchmarks import onnxruntime as compared
 from coda_edge.bundle import writer
 from coda_edge.cli import main
 from coda_edge.inputs import default_sizes, generate_inputs, input_specs
@@ -348,6 +351,48 @@ def test_an_onnxruntime_that_is_too_old() -> None:
         b"onnxruntime 1.17.3 is too old for this library: install 1.18 or later, or leave the library out, and the model "
         b"runs by its functions"
     ]
+
+
+def onnxruntime_library() -> Path | None:
+    """The shared library of onnxruntime that the wheel brings."""
+    return next(iter(Path(ort.__file__).parent.glob("capi/libonnxruntime.so.*")), None)
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
+def test_from_cpp(tmp_path: Path) -> None:
+    """The example runs a model with the library, without, and by the execution provider: all alike."""
+    include, library = onnxruntime_headers.find(), onnxruntime_library()
+    if isinstance(include, str) or library is None:
+        pytest.skip(str(include) if library else "this onnxruntime's wheel has no shared library to link with")
+    for name in ("libonnxruntime.so", "libonnxruntime.so.1"):
+        (tmp_path / name).symlink_to(library)
+    example = Path(__file__).resolve().parent.parent / "runtime" / "examples" / "onnxruntime.cpp"
+    program = tmp_path / "example"
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-O0", f"-I{include}", f"-L{tmp_path}", f"-Wl,-rpath,{tmp_path}"]
+    subprocess.run(["c++", *flags, str(example), "-lonnxruntime", "-o", str(program)], check=True)
+    onnx.save(linear(), tmp_path / "linear.onnx")
+    package_regions(tmp_path / "linear.onnx", verify=False).save(tmp_path / "m.onnx")
+    (expected,) = ort_session(linear()).run(None, {"x": np.ones((8, 8), np.float32)})
+    for arguments in (["m.onnx"], ["m.onnx", library_path()], ["linear.onnx", library_path(), "m.coda"]):
+        done = subprocess.run([program, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+        name, value = done.stdout.split(": ")
+        assert name == "y 8 40"
+        assert float(value) == pytest.approx(float(expected.sum()), rel=1e-4)
+    (tmp_path / "m.coda").write_bytes(b"none")
+    done = subprocess.run(
+        [program, "m.onnx", library_path()], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and "coda.bundle.0" in done.stderr
+
+
+def test_benchmark(tmp_path: Path) -> None:
+    """Each way gives what onnxruntime gives; what a process holds is a number of MB."""
+    onnx.save(linear(), tmp_path / "linear.onnx")
+    compared.build(tmp_path / "linear.onnx", tmp_path / "built")
+    found = compared.timed(tmp_path / "built", (3,), (1,), rounds=1)
+    assert [t.way for t in found] == list(compared.WAYS)
+    assert all(t.error <= TOLERANCE and t.ms > 0 for t in found)
+    assert 0 <= compared.resident("generic library", tmp_path / "built", 3) < 1000
 
 
 def test_command(tmp_path: Path) -> None:
