@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -158,3 +160,43 @@ def test_half_models_of_both_ways(tmp_path: Path, tiny_model: Path) -> None:
         t.name for t in packaged.model.graph.initializer if t.data_type == TensorProto.FLOAT and len(t.raw_data) > 4096
     ]
     assert wide == []
+
+
+_MEMORY = """
+import sys
+import numpy as np, onnxruntime as ort
+
+def resident():
+    with open("/proc/self/smaps_rollup") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("Rss:")) * 1024
+
+options = ort.SessionOptions()
+options.intra_op_num_threads = 1
+if len(sys.argv) > 2:
+    options.register_custom_ops_library(sys.argv[2])
+before = resident()
+session = ort.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
+session.run(None, {"x": np.ones((2, 2048), np.float32)})
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux to tell what memory is resident")
+def test_weights_are_in_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a model's file, in one beside it, or in the library: what a session takes is the weights and little more."""
+    constants = {f"w{i}": normal(2048, 2048, seed=i) for i in range(3)}
+    text = "g (float[n, 2048] x) => (float[n, 2048] y) { a = MatMul (x, w0) b = MatMul (a, w1) y = MatMul (b, w2) }"
+    weights = sum(w.nbytes for w in constants.values())
+    source = model(text, constants)
+    for where, limit in (("model", 1 << 31), ("model", 0), ("library", 0)):
+        packaged = package(source, verify=False, weights="library" if where == "library" else "model")
+        monkeypatch.setattr("coda_edge.onnxruntime.packaging.INLINE_LIMIT", limit)
+        files = tmp_path / "m.onnx", tmp_path / "m.so"
+        packaged.save(*files)
+        assert (tmp_path / "m.onnx.data").exists() == (where == "model" and limit == 0)
+        done = subprocess.run(
+            [sys.executable, "-c", _MEMORY, *map(str, files)], capture_output=True, text=True, check=True
+        )
+        assert weights <= int(done.stdout) < 1.4 * weights
+        for file in tmp_path.iterdir():
+            file.unlink()

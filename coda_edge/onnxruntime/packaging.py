@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 Weights = Literal["model", "library"]
 
+INLINE_LIMIT = 1 << 24
+"""Bytes of initializers above which a packaged model has them in a file of its own: a copy of fewer does no harm."""
+
 
 @dataclass(frozen=True)
 class Packaged:
@@ -49,11 +52,14 @@ class Packaged:
     left: str | None = None
 
     def save(self, model: str | os.PathLike[str], library: str | os.PathLike[str]) -> None:
-        """Writes both files, each whole or not at all."""
+        """Writes both files, each whole or not at all; the weights of a model that has many into ``<model>.data`` beside it.
+
+        onnxruntime maps that file, and kernels read it in place.
+        """
         with atomic(Path(library)) as part:
             part.write_bytes(self.library)
             part.chmod(0o755)
-        export.save(self.model, model)
+        export.save(self.model, model, inline_limit=INLINE_LIMIT)
 
 
 def package(
@@ -103,8 +109,12 @@ def session(
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.register_custom_ops_library(os.fspath(library))
-    source = model if isinstance(model, (bytes, str)) else model.SerializeToString()
-    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    if isinstance(model, (bytes, str)):
+        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.onnx")
+        export.save(model, path, inline_limit=INLINE_LIMIT)
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
 def _rename(model: onnx.ModelProto, claims: Claims) -> dict[str, str]:
