@@ -19,6 +19,7 @@ from . import (
     row_moments,
     sink_reshape,
     split_columns,
+    whole_rows,
 )
 from .base import Absorbs, Measure, Pass, PassLog, Refusal
 from .check import check
@@ -28,6 +29,7 @@ __all__ = ["PIPELINE", "Absorbs", "Measure", "Pass", "PassLog", "Refusal", "run_
 #: The passes in the order in which they run on a graph in normal form.
 PIPELINE: tuple[Pass, ...] = (
     choose_rows.PASS,
+    whole_rows.PASS,
     sink_reshape.PASS,
     row_moments.PASS,
     attention.PASS,

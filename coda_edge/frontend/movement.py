@@ -268,10 +268,22 @@ def _number(editor: ir.GraphEditor, tensor: gs.Constant) -> gs.Constant:
     return tensor if not value.ndim else editor.constant(f"{tensor.name}.number", value.reshape(()))
 
 
+def _cover(slices: Sequence[gs.Node], axis: int, size: int) -> bool:
+    """Whether constant ranges of ``axis``, one behind the other, are all of it."""
+    bounds = [[ir.constant_value(t) for t in node.inputs[1:4]] for node in slices]
+    if any(len(b) < 3 or any(v is None or v.size != 1 for v in b) for b in bounds):
+        return False
+    ranges = sorted(tuple(int(v.reshape(-1)[0]) for v in b if v is not None) for b in bounds)
+    ends = [0, *(min(end, size) for _, end, _ in ranges)]
+    alike = all(at == axis for *_, at in ranges)
+    return len(ranges) > 1 and alike and ends[-1] == size and [start for start, *_ in ranges] == ends[:-1]
+
+
 def _hoist_slice(graph: gs.Graph, emitter: SizeEmitter, views: dict[str, View], node: gs.Node) -> int:
     """Slices the source of a chain instead of its end, where the slice is one range of a source axis.
 
-    What others read whole is arranged anyway: parts of that (halves of a head that is rotated) stay parts of it.
+    What others read whole is arranged anyway: parts of that (halves of a head that is rotated) stay parts of it. So do those that are all
+    of an axis together (tokens that are rotated and those that are not).
     """
     view = views.get(node.inputs[0].name)
     if any(u.op != "Slice" for u in ir.consumers(node.inputs[0])) or ir.is_output(graph, node.inputs[0]):
@@ -289,6 +301,8 @@ def _hoist_slice(graph: gs.Graph, emitter: SizeEmitter, views: dict[str, View], 
     group = view.source[place]
     inner = product(a.size for a in group[1:])
     if group[0] is not atoms[0] or not isinstance(inner, int):
+        return 0
+    if len(group) == 1 and _cover(ir.consumers(node.inputs[0]), axis, atoms[0].size):
         return 0
     out, size = node.outputs[0], end - start
     dims = [size * inner if i == place else d for i, d in enumerate(ir.shape(view.root))]
