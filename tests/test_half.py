@@ -273,3 +273,39 @@ def test_a_guard_against_overflow_is_computed(element: str, tmp_path) -> None:
         x[3, 7] = np.inf
         (y,) = session.run(None, {"x": x})
     assert np.array_equal(np.abs(y[3]), np.full(48, dtype(most - 1000)))
+
+
+_GUARDED = """g (float16[N, 6] x) => (float16[N, 4] y) {{
+    p = MatMul(x, w) {test} c = Where(any, low, high) n = Neg(c) h = Clip(p, n, c) y = MatMul(h, v)
+}}"""
+_TESTS = {
+    "a sum": "d = Cast <to = 11> (p) i = IsInf(d) k = Cast <to = 7> (i) r = ReduceSum <keepdims = 0> (k) any = Greater(r, none)",
+    "a maximum": "d = Cast <to = 1> (p) i = IsInf(d) k = Cast <to = 7> (i) r = ReduceMax <keepdims = 0> (k) any = Cast <to = 9> (r)",
+}
+
+
+@pytest.mark.parametrize("case", _TESTS)
+def test_a_clamp_against_overflow_costs_no_kernel(case: str) -> None:
+    """As in T5: the bound is lower if anything is infinite, which in float32 nothing becomes."""
+    half = np.float16
+    constants = {
+        "w": normal(6, 5, seed=1).astype(half),
+        "v": normal(5, 4, seed=2).astype(half),
+        "low": half(64504),
+        "high": half(65504),
+        "none": np.int64(0),
+    }
+    m = model(_GUARDED.format(test=_TESTS[case]), constants)
+    assert _ops(m) == ["MatMul", "MatMul", "Max", "Min"]
+    x = normal(3, 6).astype(half)
+    (found,) = run(to_model(normalize(load(m))), {"x": x})
+    (expected,) = run(m, {"x": x})
+    assert np.abs(found.astype(np.float64) - expected).max() <= 2e-3 * np.abs(expected).max()
+
+
+def test_a_test_of_each_element_is_no_test_of_all() -> None:
+    text = "g (float16[N, 6] x) => (float16[N, 6] y) { p = Add(x, one) d = Cast <to = 1> (p) i = IsInf(d) y = Where(i, one, p) }"
+    m = model(text, {"one": np.float16(1)})
+    x = np.array([[np.inf, 1, -np.inf, 2, 3, 4]], np.float16)
+    (found,) = run(to_model(normalize(load(m))), {"x": x})
+    assert found.tolist() == [[1, 2, 1, 3, 4, 5]]

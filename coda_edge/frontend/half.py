@@ -5,8 +5,9 @@ is rounded on the way (row statistics of values up to 6e4, sums of long rows), c
 normal form of its float32 twin.
 
 What a model would get from half's rounding itself, it does not get: a cast to half of 1e9 stays 1e9 (not infinity), a sum beyond 65504
-stays finite, and a cast of a half to an integer truncates the float32 value. A mask that was infinite by such a cast is then the finite
-number that its author wrote, which masks as well, and a row that is masked altogether gives the mean of the values, not NaN.
+stays finite (so that a test whether anything has overflowed, as T5 makes before it clamps, finds nothing), and a cast of a half to an
+integer truncates the float32 value. A mask that was infinite by such a cast is then the finite number that its author wrote, which masks as
+well, and a row that is masked altogether gives the mean of the values, not NaN.
 Half constants, infinities included, have the values that they were stored with.
 
 A float64 model is one with an input, an output or a large weight in float64. What a float32 model computes in float64 on purpose stays so.
@@ -75,8 +76,35 @@ def import_promoted(model: onnx.ModelProto) -> gs.Graph:
     if not types:
         return gs.import_onnx(model)
     graph = _import(model, types, TensorProto.FLOAT)
+    if types & _HALF:
+        _pass_overflow_tests(graph)
     _keep_ends(graph, model, types)
     return graph
+
+
+def _pass_overflow_tests(graph: gs.Graph) -> None:
+    """Whether any element of what the model has computed is infinite: none is."""
+    editor = ir.GraphEditor(graph)
+    inputs = {id(t) for t in graph.inputs}
+    for node in graph.nodes:
+        if node.op != "IsInf" or node.domain or not node.outputs[0].outputs:
+            continue
+        x = node.inputs[0]
+        while (cast := ir.made_by(x, "Cast")) is not None:
+            x = cast.inputs[0]
+        if id(x) in inputs or ir.producer(x) is None or ir.is_output(graph, node.outputs[0]):
+            continue
+        if all(_asks_for_any(user) for user in ir.consumers(node.outputs[0])):
+            editor.replace(node.outputs[0], editor.constant(f"{node.outputs[0].name}.none", np.zeros(1, np.bool_)))
+
+
+def _asks_for_any(node: gs.Node) -> bool:
+    """Whether all that ``node`` and the casts behind it give is one number for the whole tensor."""
+    if node.op == "Cast" and not node.domain:
+        users = ir.consumers(node.outputs[0])
+        return bool(users) and all(map(_asks_for_any, users))
+    alone = node.op in ("ReduceSum", "ReduceMax") and not any(t.name for t in node.inputs[1:])
+    return alone and "axes" not in node.attrs and not node.attrs.get("noop_with_empty_axes", 0)
 
 
 def import_sized(model: onnx.ModelProto) -> gs.Graph:
