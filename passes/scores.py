@@ -23,6 +23,7 @@ from coda_edge.ir import (
     Tensor,
     constant_value,
     descendants,
+    made_by,
     producer,
     same_shape,
     shape,
@@ -303,8 +304,13 @@ class _Writer:
 def viewed(emitter: SizeEmitter, tensor: Tensor, dims: Sequence[Dim]) -> Tensor:
     """``tensor`` in the shape ``dims``, of as many elements."""
     value = constant_value(tensor)
-    if same_shape(shape(tensor), dims):
-        return tensor
+    source: Tensor | None = tensor
+    while source is not None:
+        # A view of a view that gives the first one's shape is that.
+        if same_shape(shape(source), dims):
+            return source
+        view = made_by(source, *VIEWS)
+        source = view.inputs[0] if view is not None else None
     if value is not None:
         return emitter.editor.constant(f"{tensor.name}.scores", value.reshape([int(d) for d in dims]))
     return reshape(emitter, tensor, dims, f"{tensor.name}.scores")

@@ -320,6 +320,28 @@ def test_past_rows_are_appended_by_the_attention(returned: bool) -> None:
             assert built_error(m, feeds) < 2e-6
 
 
+def test_past_rows_of_heads_that_are_batch_entries_too() -> None:
+    """BLOOM's products are of ``[B·H, S, D]``: past and new rows are joined as ``[B, H, S, D]`` before."""
+    flat = " ".join(
+        f"{t}n = Concat <axis = 2> (p{t}, {t}0) {t}z = Shape <start = 2> ({t}n) {t}to = Concat <axis = 0> (last, {t}z) {t} = Reshape({t}n, {t}to)"
+        for t in "kv"
+    )
+    m = model(
+        f"""g (float[B, 2, S, 8] q4, float[B, 2, P, 8] pk, float[B, 2, P, 8] pv, float[B, 2, S, 8] k0, float[B, 2, S, 8] v0)
+            => (float[B, 2, S, 8] y, float[B, 2, U, 8] kn, float[B, 2, U, 8] vn) {{ {flat}
+            qz = Shape <start = 2> (q4) qt = Concat <axis = 0> (last, qz) q = Reshape(q4, qt) kt = Transpose <perm = [0, 2, 1]> (k)
+            s = MatMul(q, kt) p = Softmax(s) o = MatMul(p, v) ys = Shape(q4) y = Reshape(o, ys) }}""",
+        _NUMBERS,
+    )
+    done = rewrite(m, [attention.PASS])
+    assert done.node("Attention").attrs["present"] == 1 and "Concat" not in done.ops()
+    for past in (0, 5):
+        feeds = {
+            n: normal(3, 2, past if n[0] == "p" else 4, 8, seed=i) for i, n in enumerate(("q4", "pk", "pv", "k0", "v0"))
+        }
+        assert done.error(feeds) < 2e-6
+
+
 def test_a_sink_is_a_score_without_a_value() -> None:
     m = model(
         f"""g ({_IN}, float[1, 5, 1, 1] sink) => (float[B, S, 5, 8] y) {{ {_SWAP} a = MatMul(q, kt) s = Mul(a, half)
