@@ -10,13 +10,15 @@ from tvm import tirx
 from ...epilogue.program import EpilogueProgram
 from ...epilogue.tir import STORAGE, Columns, depth, level
 from ...schedule.cuda_gemm import CudaGemmSchedule
-from ..body import Expr, external, load
+from ..body import Buffer, Expr, external, load
 from ..statistics import Panels, Statistic, statistics
 from .device import DeviceBody, int64, quotient
 from .main_loop import MainLoop
 from .tile_epilogue import TileEpilogue, scaled
 
-MERGE_THREADS = 128
+MERGE_THREADS = 32
+_AT_ONCE = 128
+"""Partial results of a row up to which all are read before the first is used: otherwise each waits for memory by itself."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,10 @@ class GemmKernel:
         block = body.thread("blockIdx.x", quotient(self.rows + (MERGE_THREADS - 1), MERGE_THREADS).astype("int32"))
         row = body.let(int64(block) * MERGE_THREADS + int64(body.thread("threadIdx.x", MERGE_THREADS)), "row")
         with body.when(row < self.rows):
+            kept = {slot: self._kept(slot, row) for slot in range(shape.partials if shape.strips <= _AT_ONCE else 0)}
             for statistic in shape.statistics:
                 reads = [
-                    partial(self._read_partial, slot=statistic.slot + i, row=row)
+                    partial(self._read_partial, slot=statistic.slot + i, row=row, kept=kept)
                     for i in range(statistic.rule.partials)
                 ]
                 wide = level(shape.program, statistic.operand)
@@ -106,5 +109,14 @@ class GemmKernel:
         """Where a row's partial result lies: ``[slot, strip, row]``."""
         return (int64(strip) + slot * self.shape.strips) * self.rows + row
 
-    def _read_partial(self, strip: Expr, slot: int, row: Expr) -> Expr:
+    def _kept(self, slot: int, row: Expr) -> Buffer:
+        """A row's partial results of a slot, in registers."""
+        buffer = self.body.alloc(self.shape.strips, name="kept")
+        with self.body.repeat(self.shape.strips, unroll=True, name="strip") as strip:
+            self.body.store(buffer, strip, load(self.partials, self.partial_at(slot, strip, row)))
+        return buffer
+
+    def _read_partial(self, strip: Expr, slot: int, row: Expr, kept: dict[int, Buffer]) -> Expr:
+        if slot in kept:
+            return load(kept[slot], strip)
         return load(self.partials, self.partial_at(slot, strip, row))
