@@ -89,7 +89,7 @@ def test_both_ways_equal_the_source(tiny: Written, batch: int, length: int, padd
     assert_equal(tiny, tiny.feeds(batch, length, padding))
 
 
-@pytest.mark.parametrize("name", ["bert.sdpa.dyn20", "gpt2.sdpa.dyn20"])
+@pytest.mark.parametrize("name", ["bert.sdpa.dyn20", "llama_kv.sdpa.ts17"])
 def test_exports(name: str, tmp_path: Path) -> None:
     written = write(graphs.load_fixture(name), tmp_path)
     assert written.packaged.functions == {}

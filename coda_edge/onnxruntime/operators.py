@@ -46,6 +46,16 @@ class _Unsuitable(Exception):
     """Why a node keeps its function body."""
 
 
+class _Unknown(_Unsuitable):
+    """Sizes, by the names of their symbols, that the operator's inputs do not tell."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(
+            f"size {', '.join(names)} follows neither from its inputs' shapes nor from those of the model's"
+        )
+        self.names = names
+
+
 @dataclass(frozen=True)
 class Tensor:
     """An input or output: ``dims`` are entries of the size table."""
@@ -119,9 +129,13 @@ class Operator:
 
 @dataclass(frozen=True)
 class Call:
-    """How a node calls its operator: with those of its inputs that are ``kept``, then the parts of ``layouts``, by input, or of ``weights``."""
+    """How a node calls its operator: with ``sized``, those of its inputs that are ``kept``, then the parts of ``layouts``, by input.
+
+    ``sized``: inputs of the model, of which only sizes are read. ``weights``: what the library holds for the node.
+    """
 
     operator: Operator
+    sized: tuple[str, ...]
     kept: tuple[int, ...]
     layouts: dict[int, Layout]
     weights: tuple[Array, ...]
@@ -162,7 +176,7 @@ def claim(
         if node.domain != ir.DOMAIN:
             continue
         try:
-            call, sources, pending = _Maker(node, target, info.values, known, in_library).make(pending)
+            call, sources, pending = _make(graph, node, target, info.values, known, in_library, pending)
         except (_Unsuitable, CodaError) as e:
             claims.left[node.name] = str(e)
             continue
@@ -173,8 +187,34 @@ def claim(
     return claims
 
 
+_Made: TypeAlias = "tuple[Call, list[KernelSource], list[Constraint]]"
+
+
+def _make(
+    graph: gs.Graph,
+    node: gs.Node,
+    target: Target,
+    values: Mapping[str, npt.NDArray[Any]],
+    schedules: Schedules,
+    in_library: bool,
+    constraints: Sequence[Constraint],
+) -> _Made:
+    """What ``_Maker.make`` makes of ``node``, which is given inputs of the model for the sizes that its own do not tell."""
+    sized: list[gs.Variable] = []
+    while True:
+        try:
+            return _Maker(node, target, values, schedules, in_library, sized).make(constraints)
+        except _Unknown as error:
+            wanted = {symbol(name) for name in error.names}
+            own = {id(t) for t in (*node.inputs, *sized)}
+            more = next((t for t in graph.inputs if id(t) not in own and wanted.intersection(ir.shape(t))), None)
+            if more is None:
+                raise
+            sized.append(more)
+
+
 class _Maker:
-    """One node's operator. Its inputs are the node's variables, plain constants, and parts of constants in the kernels' layout."""
+    """One node's operator. Its inputs are those for sizes, the node's variables, plain constants, and parts of constants in the kernels' layout."""
 
     def __init__(
         self,
@@ -183,12 +223,14 @@ class _Maker:
         values: Mapping[str, npt.NDArray[Any]],
         schedules: Schedules,
         in_library: bool,
+        sized: Sequence[gs.Variable] = (),
     ) -> None:
         self._node = node
+        self._sized = sized
         self._in_library = in_library
         self._sizes = ExprTable()
         self._variables = [i for i, t in enumerate(node.inputs) if not isinstance(t, gs.Constant)]
-        self._bound = _bindings([ir.shape(node.inputs[i]) for i in self._variables])
+        self._bound = _bindings([ir.shape(t) for t in (*sized, *(node.inputs[i] for i in self._variables))])
         self._inputs = {t.name: i for i, t in reversed(list(enumerate(node.inputs)))}
         self._outputs = {t.name: i for i, t in enumerate(node.outputs)}
         known = {n: v for n, v in values.items() if n in self._inputs and self._knows(v)}
@@ -198,7 +240,7 @@ class _Maker:
         self._layouts: dict[int, Layout] = {}
         self._plain: set[int] = set()
 
-    def make(self, constraints: Sequence[Constraint]) -> tuple[Call, list[KernelSource], list[Constraint]]:
+    def make(self, constraints: Sequence[Constraint]) -> _Made:
         """The call of the operator, its kernels, and the constraints that it does not ask for."""
         node = self._node
         if not all(t.name for t in (*node.inputs, *node.outputs)):
@@ -219,15 +261,20 @@ class _Maker:
         _check_limits(operator)
         sources = [s for call in calls for s in (call.kernel, call.finish) if s is not None]
         layouts = {} if self._in_library else self._layouts
-        return Call(operator, kept, layouts, weights), sources, [c for c in constraints if c not in mine]
+        return (
+            Call(operator, tuple(t.name for t in self._sized), kept, layouts, weights),
+            sources,
+            [c for c in constraints if c not in mine],
+        )
 
     def _places(self) -> tuple[tuple[int, ...], dict[_Place, Operand], tuple[Tensor, ...], tuple[Array, ...]]:
         """The node's inputs that are kept, where everything that kernels read of it is, the operator's inputs, and the library's weights."""
         node = self._node
         constants = [i for i, t in enumerate(node.inputs) if isinstance(t, gs.Constant) and i not in self._layouts]
         kept = [*self._variables, *(() if self._in_library else sorted({*constants, *self._plain}))]
-        inputs = [self._tensor(t.name, t.dtype, ir.shape(t)) for t in (node.inputs[i] for i in kept)]
-        places: dict[_Place, Operand] = {i: Operand("input", at) for at, i in enumerate(kept)}
+        given = (*self._sized, *(node.inputs[i] for i in kept))
+        inputs = [self._tensor(t.name, t.dtype, ir.shape(t)) for t in given]
+        places: dict[_Place, Operand] = {i: Operand("input", at + len(self._sized)) for at, i in enumerate(kept)}
         weights: list[Array] = []
         if self._in_library:
             for i in sorted(self._plain - places.keys()):
@@ -256,7 +303,7 @@ class _Maker:
             return self._sizes.add(dim)
         unknown = sorted(s.name for s in self._free(dim) - self._bound.keys())
         if unknown:
-            raise _Unsuitable(f"size {', '.join(unknown)} does not follow from its inputs' shapes")
+            raise _Unknown(unknown)
         return self._sizes.add(simplify(dim.subs(self._bound, simultaneous=True)))
 
     def _tensor(self, name: str, dtype: npt.DTypeLike, dims: Sequence[Dim]) -> Tensor:

@@ -133,7 +133,7 @@ def _rename(model: onnx.ModelProto, claims: Claims) -> dict[str, str]:
         name = f"{node.op_type}_{call.operator.key()}"
         if name not in made and not call.weights:
             made[name] = _function(functions[node.op_type], name, call)
-        inputs = [node.input[i] for i in call.kept]
+        inputs = [*call.sized, *(node.input[i] for i in call.kept)]
         for position, layout in call.layouts.items():
             for part, data in layout.parts.items():
                 key = digest(data)
@@ -162,7 +162,8 @@ def _function(source: onnx.FunctionProto, name: str, call: Call) -> onnx.Functio
     made = onnx.FunctionProto()
     made.CopyFrom(source)
     made.name = name
-    inputs, before = [source.input[i] for i in call.kept], list[onnx.NodeProto]()
+    inputs = [*(f"sized{i}" for i in range(len(call.sized))), *(source.input[i] for i in call.kept)]
+    before: list[onnx.NodeProto] = []
     for position, layout in call.layouts.items():
         plain = source.input[position]
         names = [f"{plain}_{part or 'stored'}" for part in layout.parts]
