@@ -27,6 +27,7 @@ from coda_edge import targets
 from coda_edge.epilogue import library
 from coda_edge.epilogue.program import EpilogueProgram
 from coda_edge.lower.abi import compile_kernels
+from coda_edge.lower.dot import DOTS
 from coda_edge.lower.gemm import lower_gemm
 from coda_edge.lower.kernel import Packed
 from coda_edge.symbolic import evaluate, symbol
@@ -60,14 +61,22 @@ CORES = (
 
 @dataclass(frozen=True)
 class Case:
-    """A GEMM ``[m, k] @ [k, n]`` with an epilogue; ``products``: of K that one lane of a multiply-add takes."""
+    """A GEMM ``[m, k] @ [k, n]`` with an epilogue, which begins with int32 where the products are of bytes."""
 
     name: str
     program: EpilogueProgram
     m: int
     n: int = 768
     k: int = 768
-    products: int = 1
+
+    @property
+    def whole(self) -> bool:
+        """Whether the products are of bytes."""
+        return self.program.params[0].dtype == "i32"
+
+    def products(self, target: targets.Target) -> int:
+        """How many products an int32 or float32 lane of a multiply-add sums."""
+        return DOTS[target.dot].word if self.whole else 1
 
 
 CASES = (
@@ -75,8 +84,8 @@ CASES = (
     Case("bias, gelu", library.bias_gelu.program, 32),
     Case("bias", library.bias.program, 128, k=384),
     Case("bias, gelu", library.bias_gelu.program, 128, k=384),
-    Case("bytes, scale", BYTES, 32, products=4),
-    Case("bytes, scale", BYTES, 128, products=4),
+    Case("bytes, scale", BYTES, 32),
+    Case("bytes, scale", BYTES, 128),
 )
 
 
@@ -112,7 +121,7 @@ def execute(core: Core, case: Case) -> Executed:
     """The first item of ``case`` as the core's target has it."""
     target, rows = targets.get(core.target), {"M": case.m}
     operands, outputs = [p.name for p in case.program.params[1:]], [o.name for o in case.program.outputs]
-    weight = np.ones((case.k, case.n), np.int8 if case.products > 1 else np.float32)
+    weight = np.ones((case.k, case.n), np.int8 if case.whole else np.float32)
     call = lower_gemm(target, "gemm", case.program, "a", weight, operands, outputs, symbol("M"))
     # A tensor is at most as large as the larger of A and the output, in float32.
     largest = 4 * case.m * max(case.k, case.n)
@@ -129,7 +138,7 @@ def execute(core: Core, case: Case) -> Executed:
         )
         instructions = program.trace()
     panel = next(b.columns[0] for b in call.buffers if isinstance(b, Packed) and b.columns)
-    return Executed(instructions, case.m * len(panel) // target.lanes(4) * -(-case.k // case.products))
+    return Executed(instructions, case.m * len(panel) // target.lanes(4) * -(-case.k // case.products(target)))
 
 
 def cycles(model: str, instructions: Sequence[str], iterations: int = 1) -> float:
@@ -159,16 +168,15 @@ def main() -> None:
     print("Loops over K: share of the core's peak by its model; by hand: the same in assembly, operands packed")
     print(f"{'core':12} {'loop':14} {'instr':>6} {'multiplies':>10} {'spills':>6} {'of peak':>8} {'by hand':>8}")
     for core in CORES:
-        for name, case in (("float32", CASES[0]), ("bytes, SDOT", CASES[4])):
+        for name, case in (("float32", CASES[0]), ("bytes, SMMLA" if core.matrices else "bytes, SDOT", CASES[4])):
             loop = found[core, case].loop
             spills = sum("[sp" in line for line in loop)
             hand = _share(core, [*arm_yardsticks.LOOPS[name](), *arm_yardsticks.COUNTED])
             print(
                 f"{core.model:12} {name:14} {len(loop):6} {multiplies(loop):10} {spills:6} {_share(core, loop):8.1%} {hand:8.1%}"
             )
-        for name in ("float16", *(["bytes, SMMLA"] if core.matrices else [])):
-            hand = _share(core, [*arm_yardsticks.LOOPS[name](), *arm_yardsticks.COUNTED])
-            print(f"{core.model:12} {name:14} {'':6} {'':10} {'':6} {'':>8} {hand:8.1%}")
+        hand = _share(core, [*arm_yardsticks.LOOPS["float16"](), *arm_yardsticks.COUNTED])
+        print(f"{core.model:12} {'float16':14} {'':6} {'':10} {'':6} {'':>8} {hand:8.1%}")
     print("\nWhole kernels, one panel: share of the peak that the products reach; instructions executed, by qemu")
     print(f"{'core':12} {'epilogue':14} {'M':>4} {'K':>5} {'instr':>8} {'per multiply':>12} {'of peak':>8}")
     for (core, case), executed in found.items():

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import handmade
+import kernel_harness
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -26,7 +27,13 @@ from benchmarks import arm_mca
 from coda_edge import targets
 from coda_edge.bundle import writer
 from coda_edge.inputs import generate_inputs
+from coda_edge.lower.dot import dot_for
+from coda_edge.lower.gemm import Windows
+from coda_edge.lower.weights import WeightFormat
+from coda_edge.schedule import choose_gemm
 from coda_edge.targets import link
+from coda_edge.weights import Weight
+from coda_edge.window import Window
 
 Device = tuple[targets.Target, Machine]
 
@@ -217,7 +224,7 @@ def byte_product(k: int, n: int, zero: np.generic) -> onnx.ModelProto:
 
 @pytest.mark.parametrize(("k", "n", "zero"), [(3, 8, np.int8(3)), (130, 100, np.uint8(131))])
 def test_products_of_bytes(device: Device, k: int, n: int, zero: np.generic) -> None:
-    """Exactly onnxruntime's, by SDOT where the target has it and in float32 elsewhere."""
+    """Exactly onnxruntime's, by SMMLA or SDOT where the target has them and in float32 elsewhere."""
     target, machine = device
     model = byte_product(k, n, zero)
     session = RemoteSession(machine, writer.to_bytes(coda_edge.optimize(model, target.name, verify=False).bundle))
@@ -226,6 +233,52 @@ def test_products_of_bytes(device: Device, k: int, n: int, zero: np.generic) -> 
         x = 4 * np.random.default_rng(rows).standard_normal((rows, k)).astype(np.float32)
         np.testing.assert_array_equal(session.run({"x": x})[0], reference.run(None, {"x": x})[0])
     session.close()
+
+
+@pytest.mark.parametrize("channels", [8, 12])
+def test_windows_of_bytes(target: targets.Target, channels: int) -> None:
+    """Exact sums of windows, whose runs are whole words of all operations or of the narrower ones only; odd numbers of rows and columns."""
+    if not target.dot:
+        pytest.skip(f"{target.name} has no products of bytes")
+    window, sizes, n = Window((3, 3), (1, 1), (2, 1), (1, 1), (1, 1)), (5, 7), 29
+    out = window.out(sizes)
+    rows = int(out[0]) * int(out[1])
+    rng = np.random.default_rng(channels)
+    w = rng.integers(-128, 128, (9 * channels, n)).astype(np.int8)
+    x = rng.integers(-128, 128, (1, *sizes, channels)).astype(np.int8)
+    program = test_gemm.EpilogueProgram.parse("(acc: tile i32) -> (y: tile = v0) {\n  v0 = add acc acc\n}")
+    windows = Windows(window, 1, sizes)
+    call = test_gemm.lower_gemm(target, "g", program, "x", w, [], ["y"], rows, windows=windows, zero=-7)
+    library = test_gemm.Library(target.build([call.kernel]))
+    found = kernel_harness.run(target, call, {"x": x, "y": np.zeros((rows, n), np.int32)}, library=library)["y"]
+    padded = np.pad(x.astype(np.int64), [(0, 0), (1, 1), (1, 1), (0, 0)], constant_values=-7)
+    expected = [
+        2
+        * sum(
+            padded[0, i + 2 * a, j + b] @ w.astype(np.int64).reshape(3, 3, channels, n)[a, b]
+            for a in range(3)
+            for b in range(3)
+        )
+        for i in range(int(out[0]))
+        for j in range(int(out[1]))
+    ]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_words_of_bytes() -> None:
+    """Of 8 rows, a column's lie side by side, zeros behind the last; parts of a row that are no such words take words of four."""
+    w = np.arange(-5, 28, dtype=np.int8).reshape(11, 3)
+    (panels,) = WeightFormat("int8x8").packed("w", Weight(w), [[0, 1], [2]])
+    padded = np.pad(w, [(0, 5), (0, 0)])
+    expected = [padded[at : at + 8, c] for columns in ((0, 1), (2,)) for at in (0, 8) for c in columns]
+    assert panels.data.dtype == np.uint64 and panels.data.tobytes() == np.concatenate(expected).tobytes()
+    assert [dot_for("smmla128", run) for run in (0, 8, 12)] == ["smmla128", "smmla128", "sdot128"]
+    assert dot_for("sdot128", 4) == "sdot128"
+
+
+def test_in_order_cores_write_out_more_steps() -> None:
+    chosen = {name: choose_gemm(targets.get(f"arm64-linux-{name}"), 768, 768).unroll for name in ("a53", "a55", "a76")}
+    assert chosen == {"a53": 8, "a55": 8, "a76": 4}
 
 
 def test_rounding(device: Device) -> None:

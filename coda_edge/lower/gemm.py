@@ -25,7 +25,7 @@ from ..symbolic import Dim, simplify
 from ..targets.target import Target
 from ..weights import Weight
 from ..window import Window
-from .dot import DOTS
+from .dot import DOTS, dot_for
 from .gemm_heads import HeadShape, first_of_heads
 from .gemm_items import Kernel
 from .gemm_rows import WindowShape, WindowSizes
@@ -80,8 +80,11 @@ def lower_gemm(
         raise ShapeError(
             f"GEMM '{name}': an output laid out in heads, or an operand shared by rows, needs the number of rows of a batch entry"
         )
+    dot = dot_for(target.dot, 0 if windows is None else k // windows.window.taps) if whole else ""
     if schedule is None:
-        schedule = choose_gemm(target, n, k, 1 << depth(program)) if not whole else _choose_whole(target, n, k, program)
+        schedule = (
+            choose_gemm(target, n, k, 1 << depth(program)) if not whole else _choose_whole(target, dot, n, k, program)
+        )
     if program.head:
         if windows is not None or whole:
             raise ShapeError(f"GEMM '{name}': sums over heads are of rows and of float32")
@@ -96,8 +99,8 @@ def lower_gemm(
         window = WindowShape.of(windows.window, k // windows.window.taps)
         placed = WindowSizes.of(window, windows.batch, windows.sizes, schedule.block_rows, schedule.rows)
         blocks, sizes, lines = placed.blocks, placed.ints, placed.scratch(window)
-    form = WeightFormat(BYTES) if whole else WeightFormat.of(weight)
-    shape = GemmShape(program, n, k, schedule, form, window, target.dot if whole else "", zero)
+    form = WeightFormat(BYTES[DOTS[dot].word]) if dot else WeightFormat.of(weight)
+    shape = GemmShape(program, n, k, schedule, form, window, dot, zero)
     symbol = f"gemm_{n}x{k}_{_key(target, shape)}"
     merge = f"{symbol}_finish"
     count = shape.partials
@@ -137,9 +140,9 @@ def check_call(
         )
 
 
-def _choose_whole(target: Target, n: int, k: int, program: EpilogueProgram) -> GemmSchedule:
+def _choose_whole(target: Target, dot: str, n: int, k: int, program: EpilogueProgram) -> GemmSchedule:
     """The untuned schedule for products of whole numbers: the panels behind are asked for as seldom as sums allow, which are done four steps at a time."""
-    tiled = replace(target, tiles=DOTS[target.dot].tiles or target.tiles)
+    tiled = replace(target, tiles=DOTS[dot].tiles or target.tiles)
     return replace(choose_gemm(tiled, n, k, 1 << depth(program)), stride=_STRIDE)
 
 

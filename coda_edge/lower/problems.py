@@ -14,6 +14,7 @@ from ..schedule.problem import Problem, epilogue_class, format_class, rows_bucke
 from ..targets.target import Target
 from ..weights import weight_of
 from ..window import rows_shape
+from .dot import DOTS
 from .pointwise import product
 from .weights import BYTES, WeightFormat
 
@@ -35,7 +36,9 @@ def gemm_problem(node: gs.Node, target: Target) -> Problem:
 
 
 def _format(weight: gs.Constant, target: Target) -> WeightFormat:
-    return WeightFormat(BYTES) if target.dot and weight.dtype == np.int8 else WeightFormat.of(weight_of(weight))
+    if target.dot and weight.dtype == np.int8:
+        return WeightFormat(BYTES[DOTS[target.dot].word])
+    return WeightFormat.of(weight_of(weight))
 
 
 def attention_problem(node: gs.Node, target: Target) -> Problem:

@@ -23,21 +23,19 @@ from .body import Body, Buffer, Expr, Index, external, f32, index, lanes, load, 
 from .emit import HALF, STORAGE
 from .kernel import Packed
 
-_WORD = 32
-"""Bits of what several narrow numbers share."""
-
 
 @dataclass(frozen=True)
 class _Narrow:
-    """Whole numbers that share words: how wide they are, and what is added to them so that none is negative."""
+    """Whole numbers that share words: how wide they are, what is added to them so that none is negative, and how wide words are."""
 
     bits: int
     bias: int
+    word: int = 32
 
 
-BYTES = "int8x4"
-"""The dtype of int8 that lie four rows to a word, for products of whole numbers."""
-_NARROW = {"int4": _Narrow(4, 8), "uint4": _Narrow(4, 0), BYTES: _Narrow(8, 0)}
+BYTES = {4: "int8x4", 8: "int8x8"}
+"""The dtypes of int8 that lie so many rows to a word, for products of whole numbers."""
+_NARROW = {"int4": _Narrow(4, 8), "uint4": _Narrow(4, 0), BYTES[4]: _Narrow(8, 0), BYTES[8]: _Narrow(8, 0, 64)}
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class WeightFormat:
     @property
     def converts(self) -> bool:
         """Whether the panels are not what the multiplication reads."""
-        return self != PLAIN and self.dtype != BYTES
+        return self != PLAIN and self.dtype not in BYTES.values()
 
     @property
     def ahead(self) -> bool:
@@ -82,17 +80,17 @@ class WeightFormat:
     @property
     def rows_per_element(self) -> int:
         """Rows of W in an element of a panel."""
-        return _WORD // self.bits if self.dtype in _NARROW else 1
+        return _NARROW[self.dtype].word // self.bits if self.dtype in _NARROW else 1
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element of a panel."""
-        return _WORD // 8 if self.dtype in _NARROW else np.dtype(self.storage).itemsize
+        return np.dtype(self.storage).itemsize
 
     @property
     def storage(self) -> str:
         """The dtype of a panel's elements as a kernel declares it."""
-        return "uint32" if self.dtype in _NARROW else STORAGE.get(self.dtype, self.dtype)
+        return f"uint{_NARROW[self.dtype].word}" if self.dtype in _NARROW else STORAGE.get(self.dtype, self.dtype)
 
     def panel_size(self, width: int, k: int) -> int:
         """The elements of a panel of ``width`` columns."""
@@ -168,11 +166,11 @@ class _Stored:
         numbers = self.numbers[:, order]
         if self.format.dtype not in _NARROW:
             return np.ascontiguousarray(numbers).reshape(-1)
-        rows, bits = self.format.rows_per_element, self.format.bits
-        fields = np.zeros((-(-len(numbers) // rows) * rows, len(order)), np.uint32)
-        fields[: len(numbers)] = (numbers.astype(np.int32) + self.format.bias).astype(np.uint32)
-        shifts = np.arange(0, _WORD, bits, dtype=np.uint32)[:, None]
-        fields &= np.uint32((1 << bits) - 1)
+        rows, bits, word = self.format.rows_per_element, self.format.bits, np.dtype(self.format.storage).type
+        fields = np.zeros((-(-len(numbers) // rows) * rows, len(order)), word)
+        fields[: len(numbers)] = (numbers.astype(np.int32) + self.format.bias).astype(word)
+        shifts = np.arange(0, rows * bits, bits, dtype=word)[:, None]
+        fields &= word((1 << bits) - 1)
         words: Array = np.bitwise_or.reduce(fields.reshape(-1, rows, len(order)) << shifts, axis=1)
         return words.reshape(-1)
 
@@ -277,7 +275,7 @@ class WeightPanel:
         return value if format.dtype == "float32" else _real(value)
 
     def words(self, block: Index, offset: int, count: int) -> Expr:
-        """The words of rows ``block·rows_per_element`` and following, as uint32."""
+        """The words of rows ``block·rows_per_element`` and following, as unsigned integers."""
         return load(self.weight.panels, self.start + block * self.width + offset, count)
 
     def zero(self, group: Index, offset: int, count: int) -> Expr | None:
