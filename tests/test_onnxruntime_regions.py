@@ -143,7 +143,7 @@ def test_what_cannot_be_compiled_stays(tmp_path: Path) -> None:
     constants = {"w1t": weights(24, 8), "w2": weights(24, 40, seed=1), "one": np.array([1])}
     model = graph(nodes, inputs, [("y", 1, ["n", 40]), ("d", 1, ["n"])], constants)
     model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
-    made = package_regions(model)
+    made = package_regions(model, verify=False)
     assert len(made.regions) == 2
     assert made.left is not None and ("Det" in made.left or "MurmurHash3" in made.left)
     outside = {n.op_type for n in made.model.graph.node}
