@@ -65,6 +65,11 @@ class _Pairs:
     second: tuple[int, ...]
     halves: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def apart(self) -> bool:
+        """Whether there are no pairs: each column is one of ``first``."""
+        return not self.second
+
 
 def run(graph: gs.Graph, log: PassLog) -> int:
     """Absorbs every rotation; returns how many."""
@@ -123,21 +128,28 @@ def _rewrite(graph: gs.Graph, editor: GraphEditor, pieces: Pieces, root: Root) -
             raise Refused(region.reasons[0])
         return None
     exits = _exits(graph, root, region)
-    origin = _origin(region, exits[-1], groups)
-    lie = _lie(origin, groups)
-    columns = {g: [c for c in range(root.size) if groups[c] == g] for g in groups}
-    first = [columns[origin[a]][0] for a in lie.first]
-    second = [columns[origin[b]][-1] for b in lie.second]
-    pairs = _Pairs(tuple(first), tuple(second))
+    apart = len(set(groups)) == root.size
+    pairs = _Pairs(tuple(range(root.size)), ()) if apart else _paired(root, region, exits[-1], groups)
     product = root.columns
     if product[0] % root.size or (product[1] - product[0]) % root.size:
         raise Refused(f"columns {product} of the product are no whole heads of {root.size}")
-    _check_columns_move(root)
+    if not apart:
+        _check_columns_move(root)
     order = _order(root, pairs)
     joint = _Joint(root, region, groups, pairs, pieces, editor)
     for node in region.nodes:
         joint.add(node)
     return joint.replace(graph, exits, order)
+
+
+def _paired(root: Root, region: Region, tensor: gs.Variable, groups: list[int]) -> _Pairs:
+    """The pairs of ``groups`` in the order in which they lie in ``tensor``."""
+    origin = _origin(region, tensor, groups)
+    lie = _lie(origin, groups)
+    columns = {g: [c for c in range(root.size) if groups[c] == g] for g in groups}
+    first = [columns[origin[a]][0] for a in lie.first]
+    second = [columns[origin[b]][-1] for b in lie.second]
+    return _Pairs(tuple(first), tuple(second))
 
 
 def _groups(size: int, region: Region) -> list[int]:
@@ -249,6 +261,8 @@ def _cone(program: EpilogueProgram, value: str) -> tuple[set[str], bool]:
 def _order(root: Root, pairs: _Pairs) -> list[int]:
     """Which column of the product is at each place, with the pairs of each head side by side."""
     order = list(range(int(root.gemm.inputs[1].shape[1])))
+    if pairs.apart:
+        return order
     inner = [c for pair in zip(pairs.first, pairs.second, strict=True) for c in pair]
     for start in range(*root.columns, root.size):
         order[start : start + root.size] = [start + c for c in inner]
@@ -273,8 +287,10 @@ class _Joint:
         }
         self._labels: dict[int, Labels] = {}
         labels = np.empty(root.size, object)
+        self._apart = pairs.apart
+        self._count = len(pairs.first)
         for op, columns in (("even", pairs.first), ("odd", pairs.second)):
-            value = self.builder.add(op, root.output.value)
+            value = root.output.value if self._apart else self.builder.add(op, root.output.value)
             for j, column in enumerate(columns):
                 labels[column] = (value, j)
         self._labels[id(root.tensor)] = labels.reshape(root.head)
@@ -321,7 +337,7 @@ class _Joint:
         for tensor in exits:
             name = next(f"y{i}" for i in itertools.count() if f"y{i}" not in outputs and f"y{i}" not in rotated)
             rotated[name] = tensor
-            lie = _lie(_origin(self._region, tensor, self._groups), self._groups)
+            lie = _Pairs((), ()) if self._apart else _lie(_origin(self._region, tensor, self._groups), self._groups)
             stored = replace(root.output, name=name, heads=root.size, halves=lie.halves)
             self.builder.output_like(stored, self._whole(tensor, lie))
         try:
@@ -331,7 +347,9 @@ class _Joint:
             raise Refused(str(e)) from e
         removed = list(self._region.nodes) + ([] if root.tensor is root.stored else [root.tensor.inputs[0]])
         outputs |= {name: self._target(tensor) for name, tensor in rotated.items()}
-        weights = choose_columns(self._editor, f"{gemm.inputs[1].name}.pairs", [gemm.inputs[1]], order)
+        weights = gemm.inputs[1]
+        if not self._apart:
+            weights = choose_columns(self._editor, f"{weights.name}.pairs", [weights], order)
         inputs = [gemm.inputs[0], weights]
         moved_columns = {p.name for p in root.program.params if p.kind is Kind.COL}
         for param in program.params[1:]:
@@ -382,7 +400,7 @@ class _Joint:
         count = int(np.prod(lies.head))
         index = np.broadcast_to(np.arange(count).reshape(lies.head), size)
         rest = min(group.values())
-        columns = [int(index[group.get(j, rest)]) for j in range(self._root.size // 2)]
+        columns = [int(index[group.get(j, rest)]) for j in range(self._count)]
         if lies.param.kind is Kind.SCALAR:
             piece = self._pieces.squeezed(tensor, range(len(shape(tensor))))
         elif lies.param.kind is Kind.ROW:
@@ -391,6 +409,8 @@ class _Joint:
             piece = self._pieces.columns(self._pieces.squeezed(tensor, lies.axes), columns)
         else:
             piece = self._pieces.squeezed(self._pieces.columns(tensor, columns), lies.axes)
+        if self._apart and lies.param.period is not None:
+            lies = replace(lies, param=replace(lies.param, period=self._count))
         key = (id(piece), lies.param)
         if key not in self._named:
             if lies.param.kind is Kind.COL:
@@ -411,18 +431,20 @@ class _Joint:
     def _whole(self, tensor: gs.Variable, lie: _Pairs) -> str:
         """The value of a tensor of all columns, whose pairs lie so."""
         labels = self._labels[id(tensor)]
+        if self._apart:
+            return self._chosen(list(labels))
         halves = [self._chosen([labels[c] for c in columns]) for columns in (lie.first, lie.second)]
         return self.builder.add("interleave", *halves)
 
     def _unordered(self, tensor: Tensor) -> str:
         """The value of a tensor that has every column of a head once, in any order."""
-        places: list[list[tuple[str, int]]] = [[] for _ in range(self._root.size // 2)]
+        places: list[list[tuple[str, int]]] = [[] for _ in range(self._count)]
         for label in self._labels[id(tensor)]:
-            if label[1] is None or len(places[label[1]]) == 2:
+            if label[1] is None or len(places[label[1]]) == self._root.size // self._count:
                 raise Refused("a sum over a head is not of each of its columns once")
             places[label[1]].append(label)
-        halves = [self._chosen([labels[i] for labels in places]) for i in range(2)]
-        return self.builder.add("interleave", *halves)
+        values = [self._chosen(list(labels)) for labels in zip(*places, strict=True)]
+        return values[0] if self._apart else self.builder.add("interleave", *values)
 
     def _chosen(self, labels: list[tuple[str, int]]) -> str:
         """The value that is that of ``labels[j]`` at each pair j."""

@@ -136,3 +136,10 @@ def test_a_mean_over_a_part_of_a_head_stays_outside() -> None:
     done = rewrite(model(layer(f"{part} {_MOVED} qq = Identity(qt) kf = Identity(kt0)"), _CONSTANTS), PIPELINE)
     assert done.ops()["Map"] >= 1
     assert done.error(feeds(2, 5)) < 2e-6
+
+
+def test_columns_that_nothing_pairs_stay_as_they_are() -> None:
+    done = rewrite(model(layer(_LAYERS["a norm alone"]), _CONSTANTS), PIPELINE)
+    program = EpilogueProgram.parse(done.node("Gemm").attrs["epilogue"])
+    assert not {"even", "odd", "interleave"} & {step.op for step in program.steps}
+    assert not any(o.halves for o in program.outputs)
