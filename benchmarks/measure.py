@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from coda_edge import targets
 from coda_edge.bench import BLOCK_SECONDS, PAUSE_SECONDS, blocks
 from coda_edge.errors import InvalidModel
 from coda_edge.inputs import default_sizes, generate_inputs, input_specs
@@ -160,7 +161,7 @@ def measure(
 
     ``seconds``: about how long, of which ``rounds`` follow unless they are given.
     """
-    with Session(bundle, threads=threads) as session, sampling(threads, _level(session)) as machine:
+    with Session(bundle, threads=threads) as session, sampling(threads, level(session.target)) as machine:
         calls: dict[str, Call] = {OURS: lambda: session.run(None, feeds)}
         reasons = dict(absent)
         for name, (peer, folder) in peers.items():
@@ -195,9 +196,9 @@ def measure(
     return Measured(title, threads, count, machine.best(), engines, _kernels(profiles), inside_ms)
 
 
-def _level(session: Session) -> str:
-    """The instruction set of the kernels, as a compiler names it."""
-    return session.target if session.target.startswith("x86-64-") else "native"
+def level(target: str) -> str:
+    """The instruction set of float32 kernels for ``target``, as a compiler names it."""
+    return targets.get(target).cpu if target.startswith("x86-64-") else "native"
 
 
 def _kernels(profiles: Sequence[Sequence[StepProfile]]) -> list[Kernel]:

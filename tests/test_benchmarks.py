@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks import measure, networks, prepare, table, trial
-from benchmarks.measure import Engine, Kernel, Measured
+from benchmarks.measure import Engine, Kernel, Measured, level
 from benchmarks.peers import Call, Feeds, peers
 from benchmarks.roofs import Roofs, fma_peak
 from coda_edge.verify import ort_session
@@ -175,6 +175,11 @@ def test_a_model_that_is_not_built_costs_a_line(tmp_path: Path) -> None:
 
 def test_the_peak_is_that_of_a_machine() -> None:
     assert 1e8 < fma_peak(1, tries=1) < 1e13
+
+
+def test_the_peak_is_measured_with_what_the_kernels_may_use() -> None:
+    assert [level(f"x86-64-{name}") for name in ("v2", "v3-vnni", "v4-vnni")] == ["x86-64-v2", "x86-64-v3", "x86-64-v4"]
+    assert level("arm64-linux") == "native"
 
 
 def test_a_roofline_is_drawn(tmp_path: Path) -> None:

@@ -23,6 +23,13 @@ from coda_edge.window import Window
 Array = npt.NDArray[Any]
 DOTTED = targets.targets()["x86-64-v4-vnni"]
 runs = pytest.mark.skipif(bool(DOTTED.missing()), reason="this CPU has no products of bytes")
+on_each = pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(t, id=t.name, marks=pytest.mark.skipif(bool(t.missing()), reason=f"this CPU lacks {t.missing()}"))
+        for t in (targets.get("x86-64-v3-vnni"), DOTTED)
+    ],
+)
 SUMS = EpilogueProgram.parse("(acc: tile i32) -> (y: tile = v0) {\n  v0 = add acc acc\n}")
 SCALED = EpilogueProgram.parse(
     "(acc: tile i32, shift: col i32, scale: col f32) -> (y: tile = v3, m: row = v4) {\n"
@@ -37,22 +44,22 @@ def whole(low: int, high: int, *shape: int, seed: int = 0) -> Array:
     return values
 
 
-@runs
+@on_each
 @pytest.mark.parametrize(("k", "n"), [(1, 5), (3, 48), (7, 33), (130, 51), (1024, 16)])
-def test_sums_are_exact(k: int, n: int) -> None:
+def test_sums_are_exact(target: targets.Target, k: int, n: int) -> None:
     w = whole(-128, 127, k, n).astype(np.int8)
-    call = lower_gemm(DOTTED, "g", SUMS, "a", w, [], ["y"], symbol("rows"))
+    call = lower_gemm(target, "g", SUMS, "a", w, [], ["y"], symbol("rows"))
     for rows in (1, 7, 130):
         a = whole(0, 255, rows, k, seed=rows).astype(np.uint8)
-        found = run(DOTTED, call, {"a": a, "y": np.zeros((rows, n), np.int32)}, {"rows": rows}, chunk=1)["y"]
+        found = run(target, call, {"a": a, "y": np.zeros((rows, n), np.int32)}, {"rows": rows}, chunk=1)["y"]
         np.testing.assert_array_equal(found, 2 * (a.astype(np.int64) @ w))
 
 
-@runs
-def test_epilogues_and_statistics_follow_whole_sums() -> None:
+@on_each
+def test_epilogues_and_statistics_follow_whole_sums(target: targets.Target) -> None:
     w, scale = whole(-128, 127, 70, 100).astype(np.int8), np.linspace(0.01, 0.02, 100).astype(np.float32)
     shift = (131 * w.sum(0, dtype=np.int64)).astype(np.int32)
-    call = lower_gemm(DOTTED, "g", SCALED, "a", w, ["shift", "scale"], ["y", "m"], symbol("rows"))
+    call = lower_gemm(target, "g", SCALED, "a", w, ["shift", "scale"], ["y", "m"], symbol("rows"))
     a = whole(0, 255, 37, 70, seed=1).astype(np.uint8)
     tensors = {
         "a": a,
@@ -61,26 +68,26 @@ def test_epilogues_and_statistics_follow_whole_sums() -> None:
         "y": np.zeros((37, 100), np.float32),
         "m": np.zeros((37, 1), np.float32),
     }
-    found = run(DOTTED, call, tensors, {"rows": 37})
+    found = run(target, call, tensors, {"rows": 37})
     expected = np.rint(((a.astype(np.int64) - 131) @ w).astype(np.float32) * scale)
     np.testing.assert_array_equal(found["y"], expected)
     np.testing.assert_array_equal(found["m"], expected.max(1, keepdims=True))
 
 
-@runs
-def test_windows_have_the_zero_point_around_them() -> None:
+@on_each
+def test_windows_have_the_zero_point_around_them(target: targets.Target) -> None:
     window = Window((3, 3), (2, 1), (1, 2), (1, 2), (1, 2))
     batch, height, width, channels, n, zero = 2, 9, 11, 12, 20, 117
     w = whole(-127, 127, 9 * channels, n).astype(np.int8)
     out = window.out((height, width))
     windows = Windows(window, batch, (height, width))
     rows = batch * int(out[0]) * int(out[1])
-    call = lower_gemm(DOTTED, "g", SUMS, "a", w, [], ["y"], rows, windows=windows, zero=zero)
+    call = lower_gemm(target, "g", SUMS, "a", w, [], ["y"], rows, windows=windows, zero=zero)
     x = whole(0, 255, batch, height, width, channels).astype(np.uint8)
     padded = np.pad(x.astype(np.int64), [(0, 0), (1, 1), (2, 2), (0, 0)], constant_values=zero)
     taps = [padded[:, i : i + 2 * out[0] - 1 : 2, 2 * j : 2 * j + out[1]] for i in range(3) for j in range(3)]
     expected = np.stack(taps, 3).reshape(rows, -1) @ w
-    found = run(DOTTED, call, {"a": x, "y": np.zeros((rows, n), np.int32)})["y"]
+    found = run(target, call, {"a": x, "y": np.zeros((rows, n), np.int32)})["y"]
     np.testing.assert_array_equal(found, 2 * expected)
 
 
@@ -95,10 +102,10 @@ def _model(nodes: list[onnx.NodeProto], x: Any, out: int, constants: dict[str, A
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
 
 
-def _both(model: onnx.ModelProto, x: Array) -> tuple[Array, Array]:
+def _both(model: onnx.ModelProto, x: Array, target: targets.Target = DOTTED) -> tuple[Array, Array]:
     """Ours, which must be in integers, and onnxruntime's of the model as it is."""
-    made = coda_edge.optimize(model, target=DOTTED.name, verify=False)
-    assert made.bundle.best.target == DOTTED.name, "a product of whole numbers is done in integers"
+    made = coda_edge.optimize(model, target=target.name, verify=False)
+    assert made.bundle.best.target == target.name, "a product of whole numbers is done in integers"
     with Session(to_bytes(made.bundle), threads=2) as session:
         (found,) = session.run(None, {"x": x})
     return found, reference(model, {"x": x})["y"]
@@ -177,8 +184,8 @@ def test_qlinear_conv() -> None:
     np.testing.assert_array_equal(found, expected)
 
 
-@runs
-def test_dynamic_quantisation_with_a_residual() -> None:
+@on_each
+def test_dynamic_quantisation_with_a_residual(target: targets.Target) -> None:
     """The quantised tensor has two readers, one of which takes it as float32."""
     w = whole(-127, 127, 36, 36).astype(I8)
     nodes = [
@@ -191,14 +198,15 @@ def test_dynamic_quantisation_with_a_residual() -> None:
         helper.make_node("Add", ["m", "d"], ["y"]),
     ]
     x = np.random.default_rng(3).standard_normal((3, 7, 36)).astype(F32)
-    found, expected = _both(_model(nodes, x, TensorProto.FLOAT, {"w": w, "ws": F32(0.01)}), x)
+    found, expected = _both(_model(nodes, x, TensorProto.FLOAT, {"w": w, "ws": F32(0.01)}), x, target)
     np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max(), rtol=0)
 
 
-def test_a_level_with_products_of_bytes_is_for_models_that_have_some() -> None:
+@pytest.mark.parametrize("base", ["x86-64-v3", "x86-64-v4"])
+def test_a_level_with_products_of_bytes_is_for_models_that_have_some(base: str) -> None:
     node = helper.make_node("MatMul", ["x", "w"], ["y"])
     x = np.zeros((2, 8), F32)
     made = coda_edge.optimize(
-        _model([node], x, TensorProto.FLOAT, {"w": np.eye(8, dtype=F32) / 3}), target=DOTTED.name, verify=False
+        _model([node], x, TensorProto.FLOAT, {"w": np.eye(8, dtype=F32) / 3}), target=f"{base}-vnni", verify=False
     )
-    assert [level.target for level in made.bundle.levels] == ["x86-64-v4"]
+    assert [level.target for level in made.bundle.levels] == [base]

@@ -9,6 +9,7 @@ from .target import Target
 _V2 = ("sse3", "ssse3", "sse4_1", "sse4_2", "popcnt")
 _V3 = (*_V2, "avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "lzcnt", "movbe")
 _V4 = (*_V3, "avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl")
+_AVX_VNNI = (*_V3, "avx_vnni")
 _VNNI = (*_V4, "avx512_vnni")
 
 # By measurement, best first. With 32 registers 12×2 and 14×2 reach 87 % of what these do.
@@ -33,6 +34,13 @@ _V4_TARGET = _level("v4", "AVX-512: Intel servers since Skylake, AMD since Zen 4
 TARGETS = (
     _level("v2", "SSE4.2: any 64-bit PC since 2009", _V2, 16, 16),
     V3,
+    _with_bytes(
+        V3,
+        "AVX2 with products of bytes: Intel since Alder Lake, AMD since Zen 5",
+        _AVX_VNNI,
+        "avxvnni",
+        "vpdpbusd256",
+    ),
     _V4_TARGET,
     _with_bytes(
         _V4_TARGET,
@@ -44,4 +52,4 @@ TARGETS = (
 )
 
 #: What every PC of this kind runs as well as it can; weights lie as most PCs want them.
-GROUPS = {"x86-64": ("x86-64-v3", "x86-64-v2", "x86-64-v4", "x86-64-v4-vnni")}
+GROUPS = {"x86-64": ("x86-64-v3", "x86-64-v2", "x86-64-v3-vnni", "x86-64-v4", "x86-64-v4-vnni")}
