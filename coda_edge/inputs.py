@@ -145,7 +145,7 @@ def generate_inputs(
                 masks[key] = _real_positions(*key, padding, rng)
             feeds[spec.name] = _mask(spec.dtype, shape, masks[key])
         else:
-            feeds[spec.name] = _values(spec, shape, values, longest, rng)
+            feeds[spec.name] = np.asarray(_values(spec, shape, values, longest, rng))
     return feeds
 
 

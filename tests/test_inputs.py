@@ -117,6 +117,14 @@ def test_bind_sizes_solves_for_symbols() -> None:
         bind_sizes(specs, {"x": (2, 5), "y": (9, 4)})
 
 
+@pytest.mark.parametrize("dtype", ["bool", "float32", "float16", "int64"])
+def test_scalars_are_arrays(dtype: str) -> None:
+    """onnxruntime takes no numbers of numpy's."""
+    value = generate_inputs([InputSpec("flag", dtype, ())])["flag"]
+    assert isinstance(value, np.ndarray)
+    assert (value.shape, value.dtype) == ((), np.dtype(dtype))
+
+
 def test_text_inputs_are_refused() -> None:
     with pytest.raises(ShapeError, match="'words' is of type object"):
         generate_inputs([InputSpec("words", "object", (2,))])

@@ -21,6 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 from benchmarks import onnxruntime as compared
 from coda_edge.bundle import writer
 from coda_edge.cli import main
+from coda_edge.errors import InvalidModel
 from coda_edge.inputs import default_sizes, generate_inputs, input_specs
 from coda_edge.onnxruntime import Bundled, library_path, package_regions
 from coda_edge.onnxruntime.regions import METADATA, session
@@ -199,6 +200,56 @@ def test_sizes_that_data_decides(tmp_path: Path) -> None:
     model = graph(nodes, [("m", 9, ["n"]), ("x", 1, ["k", 3])], [("places", 7, [1, "found"]), ("y", 1, ["k", 3])])
     cases = [{"m": np.arange(size) % 3 == 0, "x": weights(size, 3)} for size in (1, 7, 130)]
     both_ways(package_regions(model, verify=False), model, tmp_path, *cases)
+
+
+def branch(name: str, constant: str) -> onnx.GraphProto:
+    made = helper.make_node("MatMul", ["x", constant], [name])
+    return helper.make_graph([made], name, [], [helper.make_tensor_value_info(name, 1, None)])
+
+
+_BODY = helper.make_graph(
+    [helper.make_node("Mul", ["s", "s"], ["t"]), helper.make_node("Identity", ["go"], ["on"])],
+    "body",
+    [helper.make_tensor_value_info(*v) for v in (("i", 7, []), ("go", 9, []), ("s", 1, ["n", 40]))],
+    [helper.make_tensor_value_info(*v) for v in (("on", 9, []), ("t", 1, ["n", 40]))],
+)
+_MATMUL = helper.make_node("MatMul", ["x", "w"], ["a"])
+WHOLE = {
+    "branches": [helper.make_node("If", ["c"], ["y"], then_branch=branch("p", "w"), else_branch=branch("q", "w2"))],
+    "a loop whose turns data decides": [_MATMUL, helper.make_node("Loop", ["k", "", "a"], ["y"], body=_BODY)],
+    "sequences": [
+        helper.make_node("SequenceConstruct", ["x", "x"], ["l"]),
+        helper.make_node("ConcatFromSequence", ["l"], ["m"], axis=1, new_axis=0),
+        helper.make_node("Slice", ["m", "zero", "eight", "one"], ["o"]),
+        helper.make_node("MatMul", ["o", "w"], ["y"]),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_no_model_is_refused(tmp_path: Path, kind: str) -> None:
+    """Functions may have subgraphs that read what is around them; what has no tensors or no lowering stays outside."""
+    inputs = [("x", 1, ["n", 8]), ("c", 9, []), ("k", 7, [])]
+    constants = {"w": weights(8, 40) / 8, "w2": weights(8, 40, seed=1)}
+    constants |= {name: np.array([value]) for name, value in (("zero", 0), ("eight", 8), ("one", 1))}
+    model = graph(WHOLE[kind], inputs, [("y", 1, ["n", 40])], constants)
+    made = package_regions(model, verify=False)
+    assert len(made.regions) == 1
+    both_ways(made, model, tmp_path, *({"x": weights(3, 8), "c": np.array(c), "k": np.array(2)} for c in (True, False)))
+
+
+def test_an_old_opset_with_constants_among_its_inputs(tmp_path: Path) -> None:
+    nodes = [_MATMUL, helper.make_node("Softmax", ["a"], ["y"])]
+    model = graph(nodes, [("x", 1, ["n", 8]), ("w", 1, [8, 40])], [("y", 1, ["n", 40])], {"w": weights(8, 40)})
+    model.opset_import[0].version, model.ir_version = 9, 3
+    both_ways(package_regions(model, verify=False), model, tmp_path, {"x": weights(3, 8)})
+
+
+def test_no_models() -> None:
+    with pytest.raises(InvalidModel, match="the data is not an ONNX model"):
+        package_regions(b"garbage")
+    with pytest.raises(InvalidModel, match=r"'/nowhere\.onnx' is not an ONNX model, or the file"):
+        package_regions("/nowhere.onnx")
 
 
 def linear() -> onnx.ModelProto:

@@ -7,13 +7,15 @@ names in ``BUNDLE.parts``; or with 1 and one line that says why there is none.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 import onnx
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from ..driver import Model, optimize
-from ..errors import CodaError, UnsupportedOperator
+from ..errors import CodaError, InvalidModel, UnsupportedOperator
 from ..files import atomic
 from .parts import compile_parts
 
@@ -44,10 +46,19 @@ def compile_model(model: Model, bundle: Path, target: str) -> list[Path]:
 
 
 def load_model(model: Model) -> onnx.ModelProto:
-    """The model with its external data, as it is."""
+    """The model with its external data, as it is. Raises InvalidModel if that is none, or its data cannot be read."""
     if isinstance(model, onnx.ModelProto):
         return model
-    return onnx.load_from_string(model) if isinstance(model, bytes) else onnx.load(model)
+    try:
+        loaded = onnx.load_from_string(model) if isinstance(model, bytes) else onnx.load(model)
+    except (DecodeError, OSError, ValueError, onnx.checker.ValidationError) as error:
+        name = "the data" if isinstance(model, bytes) else f"'{os.fspath(model)}'"
+        raise InvalidModel(
+            f"{name} is not an ONNX model, or the file of its weights cannot be read: {error}"
+        ) from error
+    if not loaded.HasField("graph"):
+        raise InvalidModel("this is not an ONNX model: it holds no graph")
+    return loaded
 
 
 def main() -> int:
