@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from coda_edge.epilogue.program import EpilogueProgram, Kind
+from coda_edge.epilogue.program import EpilogueProgram, Kind, Rows
 from coda_edge.schedule.cuda_gemm import CudaGemmSchedule, pack_weight
 from coda_edge.symbolic import evaluate, symbol
 
@@ -43,12 +43,12 @@ class Problem:
         weight = (rng.standard_normal((k, n)) / np.sqrt(k)).astype(np.float16)
         operands = {}
         for p in program.params[1:]:
-            width = program.width(p.name, n) if p.kind in (Kind.TILE, Kind.COL) else 1
-            shape = {Kind.TILE: (m, width), Kind.ROW: (m, 1), Kind.COL: (width,), Kind.SCALAR: ()}[p.kind]
+            width = program.operand_width(p, n) if p.kind in (Kind.TILE, Kind.COL) else 1
+            rows = {Rows.ALL: m, Rows.POSITION: m // batch, Rows.BATCH: batch}[p.rows]
+            shape = {Kind.TILE: (rows, width), Kind.ROW: (rows, 1), Kind.COL: (width,), Kind.SCALAR: ()}[p.kind]
             value = rng.standard_normal(shape)
             operands[p.name] = np.asarray(np.abs(value) + 0.1 if p.kind is Kind.ROW else value, _NUMPY[p.dtype])
-        heads = any(o.heads for o in program.outputs)
-        return Problem(program, a, weight, operands, m // batch if heads else None)
+        return Problem(program, a, weight, operands, m // batch if program.batched else None)
 
     def lower(self, target: CudaTarget, schedule: CudaGemmSchedule | None = None, fixed: bool = False) -> KernelCall:
         """The call, for a symbolic number of rows unless it is ``fixed``."""

@@ -147,6 +147,31 @@ def test_emulated_places_and_sums_of_exponentials() -> None:
         np.testing.assert_allclose(outputs[name], problem.expected[name], rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("heads", "batch"), [("heads[16] halves", 3), ("heads[32] halves[0:16, 24:32]", 2), ("heads[8] halves[2:6]", 1)]
+)
+def test_emulated_rotation(heads: str, batch: int) -> None:
+    """Operands that positions or batch entries share, of a period, and heads stored in halves, beside plain outputs of other ranges."""
+    text = (
+        "(acc: tile f32, s: row f32, cos: tile[position, period=8] f32, sin: tile[period=8] f32, t: row[batch] f32, b: tile[batch] f32) -> "
+        "(q: tile = v9[0:64] heads[16] halves, k: tile = v7[64:96] heads[16], v: tile = v8[96:128] heads[16], w: tile = v8[3:30]) {\n"
+        "  v0 = mul acc s\n  v1 = even v0\n  v2 = odd v0\n  v3 = mul v1 cos\n  v4 = mul v2 sin\n  v5 = sub v3 v4\n"
+        "  v6 = add v3 v4\n  v7 = interleave v5 v6\n  v8 = add v0 b\n  v10 = mul v7 t\n  v9 = cast v10 to=f16\n}"
+    )
+    program = EpilogueProgram.parse(text.replace("heads[16] halves", heads, 1))
+    schedule = SCHEDULES[1]
+    problem = Problem.random(program, 14 * batch, 128, 40, batch=batch)
+    call = problem.lower(A100, schedule)
+    outputs = Emulator(kernels_of(call)).run(problem, call, schedule, lazy=True)
+    assert (
+        relative_error(
+            {n: o for n, o in outputs.items() if n != "q"}, {n: e for n, e in problem.expected.items() if n != "q"}
+        )
+        <= 2e-5
+    )
+    assert relative_error(outputs, problem.expected) <= 1e-3
+
+
 def test_launch_follows_the_rows() -> None:
     m = symbol("M")
     call = lower_cuda_gemm(

@@ -21,6 +21,7 @@ import coda_edge
 from coda_edge.bundle import reader
 from coda_edge.errors import TargetError
 from coda_edge.targets import get, get_all, ranked
+from coda_edge.targets.cuda import present
 
 Array = npt.NDArray[Any]
 TOLERANCE = 3e-3
@@ -210,6 +211,20 @@ def test_sizes_that_data_decides_are_refused() -> None:
 def test_gpus_are_preferred_and_not_native() -> None:
     assert ranked(get_all("cuda-sm90,x86-64-v3,cuda")) == ["x86-64-v3", "cuda", "cuda-sm90"]
     assert get_all("auto")[0] == get("native")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not present() or not shutil.which("nvcc"), reason="no GPU, or no nvcc on the PATH")
+def test_exports_on_the_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "model.coda"
+    for name in ("bert.sdpa.ts17", "gpt2.sdpa.ts17", "unit.enclayer_post.dyn20"):
+        model = load_fixture(name)
+        coda_edge.optimize(model, present(), verify=False).save(path)
+        with coda_edge.Session(path) as session:
+            assert session.target == present()
+            feeds = random_inputs(model, sizes_for(model, 2, 17))
+            found = dict(enumerate(session.run(None, feeds)))
+            assert relative(run(model, feeds), {str(i): value for i, value in found.items()}) <= TOLERANCE
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc on the PATH")
