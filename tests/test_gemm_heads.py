@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
+import test_gemv
 from epilogues import random_feeds, run_onnx, split_acc
-from kernel_harness import VECTOR_TARGETS
+from kernel_harness import VECTOR_TARGETS, Library, run
+from rewriting import normal
 from test_gemm import check
 
 from coda_edge import targets
 from coda_edge.epilogue.program import EpilogueProgram, Kind
 from coda_edge.errors import ShapeError
+from coda_edge.lower.gemm import lower_gemm
 from coda_edge.schedule import choose_gemm
+from coda_edge.symbolic import symbol
 
 each_target = pytest.mark.parametrize("target", VECTOR_TARGETS, ids=lambda t: t.name)
 PLAIN = targets.get("x86-64-v3")
@@ -127,3 +132,23 @@ def test_what_is_no_program(text: str, message: str) -> None:
 def test_columns_that_are_no_whole_heads() -> None:
     with pytest.raises(ShapeError, match="no multiple of heads of 16"):
         EpilogueProgram.parse(rms(16)).check(40)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "full"), [("bfloat16", 0, True), ("uint4", 16, True), ("int4", 12, False), ("int8", 107, False)]
+)
+def test_sums_of_products_with_narrow_weights(
+    kind: str, group: int, full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_gemv, "N", 140)
+    made = test_gemv.whole(kind, group, full, full, full) if group else test_gemv.real(ml_dtypes.bfloat16, scale=full)
+    program, (k, n) = EpilogueProgram.parse(layer(28).replace("v8)", "v8 heads[28])")), made.stored.shape
+    call = lower_gemm(PLAIN, "gemm", program, "a", made, ["b", "r"], ["y"], symbol("M"), symbol("M"))
+    library = Library(PLAIN.build([call.kernel]))
+    for rows in (1, 2, 4, 5, 29):
+        a, b, r = (normal(*dims, seed=rows) for dims in ((rows, k), (n,), (rows, 1)))
+        operands = {"b": b, "r": np.abs(r) + np.float32(0.1)}
+        expected = program.reference(a @ made.value().astype(np.float64), operands, rows)["y"]
+        given = {"a": a, **operands, "y": np.zeros(expected.shape, np.float32)}
+        got = run(PLAIN, call, given, {"M": rows}, chunk=3, library=library)["y"]
+        assert np.abs(got - expected).max() <= 5e-6 * max(1.0, np.abs(expected).max())
