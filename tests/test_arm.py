@@ -23,7 +23,7 @@ import test_intrinsics
 from emulation import LONGER, MACHINES, ROOT, Machine, RemoteLibrary, RemoteSession, remote
 
 import coda_edge
-from benchmarks import arm_mca
+from benchmarks import arm_instructions, arm_mca
 from coda_edge import targets
 from coda_edge.bundle import writer
 from coda_edge.inputs import generate_inputs
@@ -101,6 +101,24 @@ def test_the_loop_of_a_trace() -> None:
     inner = ["fmla\tv0.4s, v1.4s, v2.4s", "subs\tx1, x1, #1", "b.ne\t#4"]
     trace = ["mov\tx1, x0", *3 * inner, "cbnz\tx0, #4", "ret"]
     assert arm_mca.Executed(trace, 3).loop == inner and arm_mca.multiplies(trace) == 3
+
+
+def test_instructions_of_a_run_are_counted(tmp_path: Path) -> None:
+    """A product of [16, 64] and [64, 48] takes 12288 multiply-adds of four lanes, and loads and loops besides."""
+    core = next(core for core in arm_instructions.CORES if core.target == "arm64-linux-a76")
+    if shutil.which("cc") is None or MACHINES["neoverse-n1"][1].lacks:
+        pytest.skip("needs a C compiler and the emulated machine")
+    tensor = partial(onnx.helper.make_tensor_value_info, elem_type=onnx.TensorProto.FLOAT)
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "product",
+        [tensor("x", shape=["rows", 64])],
+        [tensor("y", shape=["rows", 48])],
+        [onnx.numpy_helper.from_array(np.ones((64, 48), np.float32), "w")],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9)
+    found = arm_instructions.count(core, model, {"rows": 16}, tmp_path)
+    assert found.multiplies == 16 * 64 * 48 // 4 and 1.2 < found.instructions / found.multiplies < 3
 
 
 def test_features(device: Device) -> None:
