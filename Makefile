@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 BUILD := build
 
-.PHONY: demo test lint types warnings pytest bench clean
+.PHONY: demo test lint types warnings pytest fuzz release bench clean
 
 demo: $(VENV)/installed
 	mkdir -p $(BUILD)
@@ -30,6 +30,16 @@ warnings: $(VENV)/installed
 
 pytest: $(VENV)/installed
 	$(BIN)/python -m pytest -q -n auto --dist loadfile
+
+# Before a release: what takes longer than a test may.
+release: test fuzz $(VENV)/installed
+	mkdir -p $(BUILD)
+	$(BIN)/coda-edge optimize "$$($(BIN)/python -m models fetch minilm)" -o $(BUILD)/minilm.coda
+	$(BIN)/python tests/release.py "$$($(BIN)/python -m models fetch minilm)" $(BUILD)/minilm.coda
+	$(BIN)/python -m pytest -q -m emulated
+
+fuzz: $(VENV)/installed
+	$(BIN)/python tests/fuzzing.py --seconds 600
 
 bench: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet -e ".[bench]"

@@ -262,6 +262,9 @@ def _check(build: Path, folder: Path) -> None:
     command = [build / "check", folder / "encoder.coda", folder / "places.coda", folder / "levels.coda"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "0 failures\n"), result.stdout + result.stderr
+    command = [build / "share", folder / "encoder.coda", "8", "300", "6"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "") and "8 threads, 300 runs each, 0 differences" in result.stdout
 
 
 def test_check_program(build: Path, tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ typedef struct coda_model_options {
   const char *target; /* which one of those that the bundle holds kernels for; NULL: the best that runs here */
   const coda_allocator *allocator; /* of the model's tables; NULL: the system's; copied, as the session's */
   const uint8_t *key; /* CODA_KEY_BYTES: opens only what is signed with it, and verifies all of it; NULL: any */
-  int32_t verify; /* 1: opening verifies the constants; 0: the first run does */
+  int32_t verify; /* 1: opening verifies the constants; 0: the first run does; -1: nobody, unless there is a key */
   int32_t device; /* of a level for GPUs: the number of the GPU */
 } coda_model_options;
 

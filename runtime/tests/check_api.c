@@ -95,6 +95,33 @@ static void check_descriptor(const char *path) {
   free(data);
 }
 
+/* Altered constants are noticed by opening, by the first run, or by nobody, as the program wants it. */
+static void check_verify(const char *path) {
+  const int file = open(path, O_RDONLY);
+  const off_t size = lseek(file, 0, SEEK_END);
+  uint8_t *data = aligned_alloc(64, ((size_t)size + 63) / 64 * 64);
+  CHECK(data && pread(file, data, (size_t)size, 0) == size);
+  close(file);
+  data[size - 1] ^= 1;
+  for (int32_t verify = -1; verify <= 1; verify++) {
+    const coda_model_options options = {.size = sizeof options, .verify = verify};
+    coda_model *model;
+    coda_session *session;
+    encoder_run r;
+    prepare(&r);
+    CHECK(coda_model_open_memory(data, (size_t)size, &options, &model, NULL) ==
+          (verify > 0 ? CODA_ERROR_BUNDLE : CODA_OK));
+    if (!model)
+      continue;
+    CHECK(coda_session_create(model, NULL, &session, NULL) == CODA_OK);
+    for (int i = 0; i < 2; i++)
+      CHECK(coda_session_run(session, r.inputs, r.outputs, NULL) == (verify ? CODA_OK : CODA_ERROR_BUNDLE));
+    coda_session_free(session);
+    coda_model_free(model);
+  }
+  free(data);
+}
+
 /* Cancels the run that it is called in. */
 static void cancel_in_step(void *context, size_t step, const char *name, int64_t begin_ns, int64_t end_ns) {
   (void)name, (void)begin_ns, (void)end_ns;
@@ -227,6 +254,7 @@ void check_api(const char *path) {
   check_cancel(model);
   coda_model_free(model);
   check_descriptor(path);
+  check_verify(path);
   check_scarcity(path);
   check_sharing(path);
 }

@@ -1,6 +1,6 @@
 /* Fuzzes what reads a bundle, and the interpreter of plans: no input may do more than end in an error.
  *
- *   fuzz SECONDS SEED...    mutates the seeds, which tests/test_runtime_fuzz.py writes, for so many seconds
+ *   fuzz SECONDS SEED...    mutates the seeds, which tests/fuzzing.py writes, for so many seconds
  *
  * With CODA_LIBFUZZER defined it has no main: build it with Clang's -fsanitize=fuzzer. An input is a plan section,
  * which is run with kernels that do nothing, or else begins as a bundle does, whose checksums are repaired before it is
@@ -117,19 +117,22 @@ static void fuzz_plan(const uint8_t *plan, size_t size) {
  */
 
 static void fuzz_bundle(uint8_t *data, size_t size) {
+  static coda_sha256_compress compress;
   const uint32_t sections = size >= PREFIX ? coda_u32(data + 12) : 0;
   const size_t table = PREFIX + ENTRY * (size_t)sections;
   coda_bundle bundle;
   coda_error error;
   memset(&bundle, 0, sizeof bundle);
+  if (!compress)
+    compress = coda_sha256_best();
   for (size_t i = 0; i < sections && table + CODA_SHA256_BYTES <= size; i++) {
     uint8_t *entry = data + PREFIX + ENTRY * i;
     const uint64_t offset = coda_u64(entry + 8), bytes = coda_u64(entry + 16);
     if (offset <= size && bytes <= size - offset)
-      coda_sha256(data + offset, (size_t)bytes, entry + 24);
+      coda_sha256_by(compress, data + offset, (size_t)bytes, entry + 24);
   }
   if (sections && table + CODA_SHA256_BYTES <= size)
-    coda_sha256(data, table, data + table);
+    coda_sha256_by(compress, data, table, data + table);
   if (coda_bundle_read(data, size, &bundle, &error) == CODA_OK)
     for (uint32_t i = 0; i < bundle.level_count; i++)
       fuzz_plan(bundle.levels[i].plan.data, bundle.levels[i].plan.size);

@@ -28,9 +28,9 @@ static const char *const NAMES[KINDS] = {"plan", "target", "library", "metadata"
 
 #define BAD(...) coda_fail(error, CODA_ERROR_BUNDLE, __VA_ARGS__)
 
-static int digest_differs(const uint8_t *data, size_t size, const uint8_t *expected) {
+static int digest_differs(coda_sha256_compress compress, const uint8_t *data, size_t size, const uint8_t *expected) {
   uint8_t digest[CODA_SHA256_BYTES];
-  coda_sha256(data, size, digest);
+  coda_sha256_by(compress, data, size, digest);
   return memcmp(digest, expected, sizeof digest) != 0;
 }
 
@@ -42,7 +42,8 @@ static int all_zero(const uint8_t *data, size_t size) {
 }
 
 /* Checks all before the sections, which begin at byte `end`. */
-static coda_code check_header(const uint8_t *data, size_t size, coda_bundle *bundle, size_t *end, coda_error *error) {
+static coda_code check_header(const uint8_t *data, size_t size, coda_sha256_compress compress, coda_bundle *bundle,
+                              size_t *end, coda_error *error) {
   if (size < sizeof MAGIC || memcmp(data, MAGIC, sizeof MAGIC) != 0)
     return BAD("not a coda bundle: it does not begin with the bundle signature");
   if (size < PREFIX)
@@ -62,7 +63,7 @@ static coda_code check_header(const uint8_t *data, size_t size, coda_bundle *bun
     return BAD("bundle is truncated: it has %zu bytes, its header alone needs %zu", size, *end);
   if (coda_u64(data + 16) != size)
     return BAD("bundle is truncated or extended: it has %zu bytes, expected %" PRIu64, size, coda_u64(data + 16));
-  if (digest_differs(data, table_end, data + table_end))
+  if (digest_differs(compress, data, table_end, data + table_end))
     return BAD("bundle is damaged: the checksum of its header differs");
   if (coda_u64(data + 24) != 0)
     return BAD("bundle is invalid: the reserved field of its header is not 0");
@@ -87,8 +88,9 @@ static coda_section *section_at(coda_bundle *bundle, uint32_t i, uint32_t *kind,
 }
 
 coda_code coda_bundle_read(const uint8_t *data, size_t size, coda_bundle *bundle, coda_error *error) {
+  const coda_sha256_compress compress = coda_sha256_best();
   size_t header = 0;
-  if (check_header(data, size, bundle, &header, error))
+  if (check_header(data, size, compress, bundle, &header, error))
     return CODA_ERROR_BUNDLE;
   uint64_t end = header;
   for (uint32_t i = 0; i < bundle->level_count * KINDS_OF_LEVEL + KINDS_OF_FILE; i++) {
@@ -107,7 +109,7 @@ coda_code coda_bundle_read(const uint8_t *data, size_t size, coda_bundle *bundle
       return BAD("bundle is damaged: the padding before section '%s' is not zero", NAMES[kind]);
     if (kind == CONSTANTS)
       bundle->constants_digest = entry + 24;
-    else if (digest_differs(data + offset, (size_t)bytes, entry + 24))
+    else if (digest_differs(compress, data + offset, (size_t)bytes, entry + 24))
       return BAD("bundle is damaged: the checksum of section '%s' differs", NAMES[kind]);
     *section = (coda_section){data + offset, (size_t)bytes};
     end = offset + bytes;

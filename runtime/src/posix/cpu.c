@@ -38,21 +38,28 @@ static uint32_t saved_state(void) {
 }
 
 static uint32_t read_words(uint32_t words[WORDS]) {
+  const uint32_t last = (uint32_t)__get_cpuid_max(0, NULL), extended = (uint32_t)__get_cpuid_max(0x80000000u, NULL);
   uint32_t a, b, c, d;
   uint32_t state = 0;
   memset(words, 0, WORDS * sizeof *words);
-  if (__get_cpuid(1, &a, &b, &c, &d)) {
+  if (last >= 1) {
+    __cpuid(1, a, b, c, d);
     words[0] = c;
     if (c & (1u << 27)) /* OSXSAVE */
       state = saved_state();
   }
-  if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
+  if (last >= 7) {
+    __cpuid_count(7, 0, a, b, c, d);
     words[1] = b, words[2] = c, words[3] = d;
-    if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d))
+    if (a >= 1) {
+      __cpuid_count(7, 1, a, b, c, d);
       words[4] = a;
+    }
   }
-  if (__get_cpuid(0x80000001u, &a, &b, &c, &d))
+  if (extended >= 0x80000001u) {
+    __cpuid(0x80000001u, a, b, c, d);
     words[5] = c;
+  }
   return state;
 }
 
@@ -63,7 +70,7 @@ static uint32_t read_words(uint32_t words[WORDS]) {
 enum { WORDS = 2 };
 
 static const feature FEATURES[] = {
-    {"asimd", 0, 1, 0}, {"fp16", 0, 10, 0}, {"dotprod", 0, 20, 0}, {"sve", 0, 22, 0},
+    {"asimd", 0, 1, 0}, {"sha2", 0, 6, 0},  {"fp16", 0, 10, 0}, {"dotprod", 0, 20, 0}, {"sve", 0, 22, 0},
     {"sve2", 1, 1, 0},  {"i8mm", 1, 13, 0}, {"bf16", 1, 14, 0},    {"sme", 1, 23, 0},
 };
 

@@ -48,6 +48,7 @@ static void close_origin(coda_model *model) {
 typedef struct {
   const coda_section *constants;
   uint8_t (*digests)[CODA_SHA256_BYTES];
+  coda_sha256_compress compress;
 } hashing;
 
 static int32_t hash_blocks(void *context, int64_t begin, int64_t end, int thread) {
@@ -55,7 +56,8 @@ static int32_t hash_blocks(void *context, int64_t begin, int64_t end, int thread
   (void)thread;
   for (int64_t i = begin; i < end; i++) {
     const size_t offset = (size_t)i * CODA_CONSTANT_BLOCK, left = h->constants->size - offset;
-    coda_sha256(h->constants->data + offset, left < CODA_CONSTANT_BLOCK ? left : CODA_CONSTANT_BLOCK, h->digests[i]);
+    const size_t size = left < CODA_CONSTANT_BLOCK ? left : CODA_CONSTANT_BLOCK;
+    coda_sha256_by(h->compress, h->constants->data + offset, size, h->digests[i]);
   }
   return 0;
 }
@@ -70,12 +72,12 @@ static coda_code verify_constants(const coda_model *model, coda_pool *pool, cons
   coda_block digests = {NULL, 0};
   if (coda_block_reserve(&digests, bytes, ALIGNMENT, allocator))
     return coda_fail(error, CODA_ERROR_MEMORY, "no memory for %zu bytes of checksums", bytes);
-  hashing h = {&model->constants, (uint8_t (*)[CODA_SHA256_BYTES])digests.data};
+  hashing h = {&model->constants, (uint8_t (*)[CODA_SHA256_BYTES])digests.data, coda_sha256_best()};
   if (pool)
     coda_pool_for(pool, blocks, 1, blocks * BLOCK_NS, hash_blocks, &h);
   else
     hash_blocks(&h, 0, blocks, 0);
-  coda_sha256(digests.data, bytes, digest);
+  coda_sha256_by(h.compress, digests.data, bytes, digest);
   coda_block_free(&digests, allocator);
   if (memcmp(digest, o->bundle.constants_digest, sizeof digest) != 0)
     return coda_fail(error, CODA_ERROR_BUNDLE, "bundle is damaged: the checksum of section 'constants' differs");
@@ -177,10 +179,10 @@ static coda_code load(coda_model *model, const coda_model_options *options, coda
   model->metadata = o->bundle.metadata;
   model->constants = o->bundle.constants;
   model->verify = verify_constants;
-  if (options->key || options->verify) {
+  if (options->key || options->verify > 0)
     code = verify_constants(model, NULL, &model->allocator, error);
+  if (options->key || options->verify)
     atomic_store(&model->verified, true);
-  }
   if (!code)
     code = coda_model_parse(model, &o->level->plan, error);
   if (!code)
