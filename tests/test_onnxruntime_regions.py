@@ -252,6 +252,18 @@ def test_no_models() -> None:
         package_regions("/nowhere.onnx")
 
 
+def test_sizes_that_a_bundle_is_not_meant_for(tmp_path: Path) -> None:
+    """Rows that must come in fours: compared where they do, and an error of the run where they do not."""
+    nodes = [helper.make_node("Reshape", ["x", "shape"], ["r"]), helper.make_node("MatMul", ["r", "w"], ["y"])]
+    constants = {"shape": np.array([-1, 32]), "w": weights(32, 40)}
+    model = graph(nodes, [("x", 1, [2, "n", 8])], [("y", 1, ["m", 40])], constants)
+    made = package_regions(model)
+    assert made.max_rel_error is not None and made.max_rel_error <= TOLERANCE
+    both_ways(made, model, tmp_path, {"x": weights(2, 6, 8)})
+    with pytest.raises(Exception, match="Region0"):
+        session(tmp_path / "both.onnx").run(None, {"x": weights(2, 3, 8)})
+
+
 def linear() -> onnx.ModelProto:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
     return graph(nodes, [("x", 1, ["n", 8])], [("y", 1, ["n", 40])], {"w": weights(8, 40)})
