@@ -10,7 +10,7 @@ import onnx
 import pytest
 from coda_edge.passes import PIPELINE
 from onnx import TensorProto, helper, numpy_helper
-from rewriting import model, normal, rewrite
+from rewriting import model, normal, rewrite, run
 
 Array = npt.NDArray[Any]
 
@@ -194,3 +194,18 @@ def test_a_dynamically_quantised_layer() -> None:
     assert not {"MatMulInteger", "DynamicQuantizeLinear"} & set(done.ops())
     for rows in (1, 7):
         assert done.error({"x": normal(rows, 8)}) < 1e-6
+
+
+@pytest.mark.parametrize("scale", [np.inf, 1e38])
+@pytest.mark.parametrize(("kind", "zero"), [(np.uint8, 255), (np.int8, 0)])
+def test_a_quantised_mask_of_infinities_is_what_onnxruntime_makes_of_it(scale: float, kind: type, zero: int) -> None:
+    """With a scale of inf everything is NaN: 0 · inf. A large finite one masks."""
+    text = """g (float[1, 4, 4] s, bool[1, 1, 4] keep) => (float[1, 4, 4] y) {
+        m = Where(keep, zero, low) q = QuantizeLinear(m, scale, shift) d = DequantizeLinear(q, scale, shift) a = Add(s, d) y = Softmax(a) }"""
+    numbers = {"zero": np.float32(0), "low": np.float32(-np.inf), "scale": np.float32(scale), "shift": kind(zero)}
+    m = model(text, numbers)
+    given = {"s": normal(1, 4, 4), "keep": np.array([[[True, True, False, True]]])}
+    (found,) = rewrite(m, PIPELINE).outputs(given)
+    (expected,) = run(m, given)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert np.isnan(found).all() == np.isinf(scale)
