@@ -15,6 +15,9 @@ from .head_sums import WHOLE_HEAD, is_head_sum
 from .heads import LEAD, SWAP, Labels, moved
 from .region import Refused, program_dtype, shared_rows
 
+WIDEST = 512
+"""Columns of a head that is summed, at most: a kernel does whole heads at a time."""
+
 
 @dataclass(frozen=True)
 class Root:
@@ -92,6 +95,10 @@ def _joined(root: Root, region: Region, node: gs.Node, after: set[int]) -> Label
     if is_head_sum(node):
         if not same_shape(shape(node.inputs[0]), (*root.lead(region.rows[id(node.inputs[0])]), root.size)):
             raise Refused("it sums a part of a head")
+        if root.size > WIDEST:
+            raise Refused(
+                f"it sums over {root.size} columns, which would be one item of the product: {WIDEST} at most leave threads enough of them"
+            )
         return WHOLE_HEAD
     if node.op not in ELEMENTWISE:
         return moved(node, [region.depends.get(id(t)) for t in node.inputs])

@@ -15,7 +15,8 @@ Conditions: what is read outside has all D columns. In what is read, the two col
 range of the head (stored as ``heads[D] halves[a:b]``), and all that is read has its pairs in one order. Operands have one head, and
 rows as an epilogue's operand may have.
 Refused, with the reason: pairs that lie otherwise, a Gemm whose columns may not be moved (it also reads a whole tensor, or stores the
-same columns in another way), column operands that are not constant.
+same columns in another way), column operands that are not constant, sums over heads of more
+than ``head_region.WIDEST`` columns.
 """
 
 from __future__ import annotations

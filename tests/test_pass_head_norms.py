@@ -143,3 +143,12 @@ def test_columns_that_nothing_pairs_stay_as_they_are() -> None:
     program = EpilogueProgram.parse(done.node("Gemm").attrs["epilogue"])
     assert not {"even", "odd", "interleave"} & {step.op for step in program.steps}
     assert not any(o.halves for o in program.outputs)
+
+
+def test_a_norm_over_rows_that_are_too_wide_stays_outside() -> None:
+    wide = 520
+    text = f"g (float[B, S, 8] x) => (float[B, S, 1, {wide}] y) {{ p = MatMul(x, w) h = Reshape(p, one_head) {rms('h', 'gain', 'y')} }}"
+    constants = {"w": normal(8, wide), "one_head": ints(0, 0, 1, wide), "gain": normal(wide, seed=1)}
+    done = rewrite(model(text, {**_CONSTANTS, **constants}), PIPELINE)
+    assert EpilogueProgram.parse(done.node("Gemm").attrs["epilogue"]).head == 0
+    assert done.error({"x": normal(2, 3, 8)}) < 2e-6
