@@ -13,6 +13,7 @@ from . import (
     choose_rows,
     fuse_map,
     grow_epilogue,
+    join_values,
     merge_gates,
     merge_projections,
     rotary,
@@ -30,6 +31,7 @@ __all__ = ["PIPELINE", "Absorbs", "Measure", "Pass", "PassLog", "Refusal", "run_
 PIPELINE: tuple[Pass, ...] = (
     choose_rows.PASS,
     whole_rows.PASS,
+    join_values.PASS,
     sink_reshape.PASS,
     row_moments.PASS,
     attention.PASS,
