@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnxruntime_sanitized
 import pytest
 
-_SOME = "dtypes or data_decides or pinned or another_cpus or altered_context"
+_SOME = "data_decides or pinned or another_cpus or altered_context"
 
 
 @pytest.mark.skipif(not onnxruntime_sanitized.runtimes(), reason="needs cmake and the compiler's sanitizers")

@@ -1,6 +1,6 @@
-/* The part of onnxruntime's C ABI that the execution provider and the operators of regions use, declared anew. Functions
-   keep their place in their table for good, so a slot's number is all there is to know of it; structures that we fill in
-   are those of API 23, for operators those of API 18, which later releases take as such. */
+/* The part of onnxruntime's C ABI that the execution provider and the operators of regions use, declared anew.
+   Functions keep their place in their table for good, so a slot's number is all there is to know of it; structures that
+   we fill in are those of API 23, for operators those of API 18, which later releases take as such. */
 #ifndef CODA_EP_API_H
 #define CODA_EP_API_H
 

@@ -62,8 +62,8 @@ typedef struct {
   size_t count;
 } values;
 
-/* What runs a model in a node of onnxruntime's. By number in the node, `inputs` and `outputs` are those in the model; the
- * node's inputs before `first_input` are others. */
+/* What runs a model in a node of onnxruntime's. By number in the node, `inputs` and `outputs` are those in the model;
+ * the node's inputs before `first_input` are others. */
 typedef struct {
   const OrtApi *ort;
   coda_model *model;

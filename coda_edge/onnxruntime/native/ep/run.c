@@ -159,8 +159,8 @@ OrtStatus *runner_run(runner *r, OrtKernelContext *context) {
   coda_tensor *tensors = calloc(inputs + outputs + 1, sizeof *tensors);
   bool *late = calloc(r->output_count + 1, sizeof *late);
   coda_session *session = NULL;
-  OrtStatus *status =
-      tensors && late ? borrow_session(r, &session) : status_new(r->ort, ORT_FAIL, "no memory for the tensors of a run");
+  OrtStatus *status = tensors && late ? borrow_session(r, &session)
+                                      : status_new(r->ort, ORT_FAIL, "no memory for the tensors of a run");
   if (session) {
     status = run(r, session, context, tensors, tensors + inputs, late);
     return_session(r, session);
