@@ -1,5 +1,6 @@
-/* The operators `Region0`, `Region1`, … of the domain `coda.bundle`: each runs the bundle that is its first input. Those
- * behind it are the bundle's inputs, in its order; then come constants that only the operator's function body reads.
+/* The operators `Region0`, `Region1`, … of the domain `coda.bundle`: each runs the bundle that is its first input.
+ * Those behind it are the bundle's inputs, in its order; then come constants that only the operator's function body
+ * reads.
  *
  * A bundle is a constant of the model, as onnxruntime tells an operator nothing else about where it is from: it is a
  * file beside the model, found and mapped by onnxruntime, or bytes in it. */
