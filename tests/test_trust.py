@@ -115,7 +115,7 @@ def test_why_has_a_line_for_each_kernel_that_is_left(tmp_path: Path) -> None:
     ("text", "reason"),
     {
         "no step": ("y = CumSum(p, one)", "CumSum of 'p' is no step"),
-        "heads": ("r = Reshape(p, heads) s = ReduceMean(r, last) y = Sub(r, s)", r"works on 'p' as \[2, 2, 2, 1\]"),
+        "heads": ("r = Reshape(p, heads) y = Mul(r, gates)", r"works on 'p' as \[2, 2, 2, 1\]"),
         "attention": ("r = Transpose <perm = [1, 0, 2]> (p) y = MatMul(r, p)", "no constant matrix"),
         "rows": ("m = ReduceMean(p, last) d = Sub(p, m) y = Tanh(d)", "depends on the whole result of the product"),
         "inputs": ("q = Sin(x) k = Transpose <perm = [1, 0, 2]> (q) y = Mul(k, k)", "before any GEMM"),
@@ -124,7 +124,13 @@ def test_why_has_a_line_for_each_kernel_that_is_left(tmp_path: Path) -> None:
 def test_reasons(text: str, reason: str) -> None:
     m = model(
         f"g (float[2, 2, 8] x) => (float[A, C, D] y) {{ p = MatMul(x, w) {text} }}",
-        {"w": normal(8, 2), "heads": np.array([0, 0, 2, 1]), "one": np.array(1), "last": np.array([-1])},
+        {
+            "w": normal(8, 2),
+            "heads": np.array([0, 0, 2, 1]),
+            "one": np.array(1),
+            "gates": normal(2, 1),
+            "last": np.array([-1]),
+        },
     )
     m.graph.output[0].type.tensor_type.ClearField("shape")
     graph = frontend.normalize(frontend.load(m))
