@@ -115,7 +115,10 @@ def test_why_has_a_line_for_each_kernel_that_is_left(tmp_path: Path) -> None:
     ("text", "reason"),
     {
         "no step": ("y = CumSum(p, one)", "CumSum of 'p' is no step"),
-        "heads": ("r = Reshape(p, heads) y = Mul(r, gates)", r"works on 'p' as \[2, 2, 2, 1\]"),
+        "heads": (
+            "r = Reshape(p, heads) s = Round(r) d = Sub(r, s) q = Mul(d, gates) y = Tanh(q)",
+            r"works on 'p' as \[2, 2, 2, 1\]",
+        ),
         "attention": ("r = Transpose <perm = [1, 0, 2]> (p) y = MatMul(r, p)", "no constant matrix"),
         "rows": ("m = ReduceMean(p, last) d = Sub(p, m) y = Tanh(d)", "depends on the whole result of the product"),
         "inputs": ("q = Sin(x) k = Transpose <perm = [1, 0, 2]> (q) y = Mul(k, k)", "before any GEMM"),
