@@ -122,7 +122,9 @@ def _suited(tile: GemmSchedule, target: Target, n: int, k: int) -> GemmSchedule:
     A block's rows of A are to stay in the second-level cache while panels pass by. Where K is so long that they would not, they are
     gone over in parts, each for several panels: as many as leave enough items for some threads.
     """
-    tile = replace(tile, unroll=target.unroll or (4 if target.vector * target.registers >= _LARGE else 1))
+    tile = replace(
+        tile, unroll=4 if target.vector * target.registers >= _LARGE else 1, stride=target.stride or tile.stride
+    )
     if tile.width >= _WIDE_PANEL:
         tile = replace(tile, far=True, stride=12)
     if k < _LONG:

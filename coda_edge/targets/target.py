@@ -41,7 +41,7 @@ class Target:
     ``tvm``: TVM's target; ``triple``: the linker's. ``features``: what the CPU must have, by the runtime's names; the bundle
     lists them and the runtime refuses a CPU without one. ``vector``: bytes of a vector register, ``registers``: how many
     there are; the schedules follow from them. ``tiles``: the GEMM's register tiles (rows, vectors) to choose from, where measurements
-    say more than the number of registers does; ``unroll``: the steps of K that its loops write out, 0: as the registers suggest.
+    say more than the number of registers does; ``stride``: K steps between requests for weights ahead, 0: the schedule's own.
     ``dot``: the operation of ``lower/dot.py`` for products of bytes; "": they are done in float32.
     ``base``: the target that is the same but for ``dot``, whose kernels are taken for what has no use for it, and whose measured schedules hold
     here too. ``l1``, ``l2``: data cache bytes of one core that schedules may count on.
@@ -59,7 +59,7 @@ class Target:
     l1: int = 32 << 10
     l2: int = 512 << 10
     tiles: tuple[tuple[int, int], ...] = ()
-    unroll: int = 0
+    stride: int = 0
     dot: str = ""
     base: str = ""
     system: str = LINUX
