@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +14,7 @@ import onnx_graphsurgeon as gs
 from . import frontend
 from .frontend.fold import fold_constants, inline_constants
 from .frontend.half import import_sized
-from .ir import DOMAIN, constant_value, shape
+from .ir import DOMAIN, constant_value, own_values, shape
 from .passes import PassLog
 from .report import Fused, Report
 from .symbolic import Dim, evaluate
@@ -23,22 +24,23 @@ from .window import Window
 if TYPE_CHECKING:
     from .lower import Lowered
 
+# Elements above which a constant is a weight, and no size.
+_LARGE = 1024
 
-def account(
-    loaded: onnx.ModelProto, graph: gs.Graph, log: PassLog, lowered: Lowered, sizes: Mapping[str, int]
-) -> Report:
-    """The report of ``graph``, made from ``loaded`` by the passes that wrote ``log`` and lowered to ``lowered``, at ``sizes``."""
+
+def account(original: gs.Graph, graph: gs.Graph, log: PassLog, lowered: Lowered, sizes: Mapping[str, int]) -> Report:
+    """The report of ``graph``, made from ``original`` (by ``outline``) by the passes that wrote ``log`` and lowered to ``lowered``, at ``sizes``."""
     plan = lowered.plan
     values = plan.exprs.evaluate(sizes)
     ops = Counter(n.op for n in graph.nodes if n.domain == DOMAIN)
     return Report(
-        nodes_before=len(loaded.graph.node),
+        nodes_before=len(original.nodes),
         kernels=len(plan.steps),
         gemm=ops["Gemm"],
         attention=ops["Attention"],
         target="",
         seconds=0.0,
-        bytes_before=_bytes_before(loaded, sizes),
+        bytes_before=_bytes_before(original, sizes),
         bytes_after=sum(values[s.bytes] for s in plan.steps),
         weights_bytes=int(lowered.constants.nbytes),
         arena_bytes=lowered.arena_bytes(sizes),
@@ -48,9 +50,18 @@ def account(
     )
 
 
-def _bytes_before(loaded: onnx.ModelProto, sizes: Mapping[str, int]) -> int:
-    """Bytes that one run moves if every ONNX node reads its inputs and writes its outputs once; weights included."""
-    original = import_sized(loaded)
+def outline(loaded: onnx.ModelProto) -> gs.Graph:
+    """``loaded`` as a graph for counting: zeros, which take no memory, stand for its weights."""
+    graph = import_sized(loaded)
+    for tensor in graph.tensors().values():
+        if isinstance(tensor, gs.Constant) and prod(tensor.shape) > _LARGE:
+            tensor.values = np.broadcast_to(np.zeros((), tensor.dtype), tensor.shape)
+    own_values(graph)
+    return graph
+
+
+def _bytes_before(original: gs.Graph, sizes: Mapping[str, int]) -> int:
+    """Bytes that one run moves if every ONNX node reads its inputs and writes its outputs once; weights included. ``original`` is folded."""
     inline_constants(original)
     fold_constants(original)
     info = frontend.infer(original)

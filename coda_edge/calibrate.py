@@ -26,7 +26,8 @@ def measure_on(cases: Sequence[Feeds]) -> Measure:
         given, returned = ({v.name for v in values} for values in (model.graph.input, model.graph.output))
         names = list(dict.fromkeys(t.name for t in tensors if t.name not in given))
         model.graph.output.extend(helper.make_empty_tensor_value_info(n) for n in names if n not in returned)
-        session = ort_session(model)
+        session = ort_session(model, lean=True)
+        del model
         results = []
         for feeds in cases:
             values = dict(feeds) | dict(zip(names, run_session(session, names, feeds), strict=True))

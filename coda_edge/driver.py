@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
 import onnx
 import onnx_graphsurgeon as gs
 
 from . import __version__, export, frontend
-from .accounting import account
+from .accounting import account, outline
 from .bundle import plan as plans
 from .bundle import writer
 from .bundle.levels import LevelParts, combine
@@ -28,7 +29,7 @@ from .noise import seeded
 from .passes import PIPELINE, Absorbs, Pass, PassLog, run_pipeline
 from .report import Report
 from .session import Session
-from .verify import Verifier, ort_session, run_session
+from .verify import Verifier, judged_as_it_is, ort_session, run_session
 
 if TYPE_CHECKING:
     from .schedule import Schedules
@@ -37,16 +38,21 @@ Model = str | os.PathLike[str] | bytes | onnx.ModelProto
 Progress = Callable[[str, float], None]
 Verify = bool | Literal["each"]
 
-_BLOCK = 1 << 24
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Optimized:
-    """An optimized model: the bundle, the graph as ONNX, and the report."""
+    """An optimized model: the bundle, the graph that it was made of, and the report."""
 
     bundle: plans.Bundle
-    model: onnx.ModelProto
+    graph: gs.Graph
     report: Report
+
+    @property
+    def model(self) -> onnx.ModelProto:
+        """The graph as a valid ONNX model, made each time that it is asked for."""
+        return export.to_model(self.graph, narrow=True)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the bundle, atomically."""
@@ -90,15 +96,23 @@ def optimize(
     normal = frontend.to_normal_form(loaded, dict(shapes) if shapes else None)
     graph = normal.graph
     specs = bound_specs(loaded, graph)
+    original, remarks, name, constants = (
+        outline(loaded),
+        _remarks(loaded, graph),
+        loaded.graph.name,
+        fingerprints(loaded),
+    )
+    path = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
+    if path is not None and judged_as_it_is(loaded):
+        loaded = frontend.without_weights(loaded)
     verifier = None
     if verify:
         tell("reference", 0.0)
-        path = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
         verifier = Verifier.of_model(loaded, specs, path, normal.allows, frontend.decided_by_data(graph))
+    # The graph holds the weights from here on.
+    del loaded
     known = Schedules.packaged() if schedules is None else schedules
     log = _rewrite(graph, verifier, verify == "each", tell, partial(known.absorbs, chosen[0].measured_as))
-    tell("export", 0.0)
-    exported = export.to_model(graph, narrow=True)
     tell("lower", 0.0)
     chosen = suited(chosen, graph)
     lowered, *others = (lower(graph, one, normal.constraints, known) for one in chosen)
@@ -112,40 +126,50 @@ def optimize(
     metadata = {
         "producer": f"coda-edge {__version__}",
         "target": ",".join(names),
-        "model": loaded.graph.name,
+        "model": name,
         "source_sha256": _digest(model),
-        "constants": fingerprints(loaded),
+        "constants": constants,
         **({} if isinstance(model, onnx.ModelProto) else {"model_digest": model_digest(model)}),
     }
     bundle = combine(parts, names, metadata)
     error = None
     sizes = dict(verifier.sizes) if verifier is not None else default_sizes(specs)
-    for one in chosen:
-        if verifier is None or one.missing():
-            continue
+    for session in _sessions(bundle, [one.name for one in chosen if not one.missing()] if verifier is not None else []):
+        assert verifier is not None
         tell("verify", 0.0)
-        with Session(writer.to_bytes(bundle), threads=1, target=one.name) as session:
-            run = seeded(session)
-            error = max(error or 0.0, verifier.check(run, f"the bundle for {one.name}"))
-            if lowered.plan.reads:
-                run(verifier.names, verifier.cases[0][0])
-                sizes |= session.data_sizes
+        run = seeded(session)
+        error = max(error or 0.0, verifier.check(run, f"the bundle for {session.target}"))
+        if lowered.plan.reads:
+            run(verifier.names, verifier.cases[0][0])
+            sizes |= session.data_sizes
     if lowered.plan.reads:
         bundle.metadata["sizes"] = " ".join(f"{name}={size}" for name, size in sizes.items())
     tell("done", 1.0)
     report = replace(
-        account(loaded, graph, log, lowered, sizes),
+        account(original, graph, log, lowered, sizes),
         target=metadata["target"],
         max_rel_error=error,
         notes=[
-            *_remarks(loaded, graph),
+            *remarks,
             *(verifier.notes() if verifier is not None and error is not None else ()),
             *log.notes,
             *known.notes,
         ],
         seconds=time.perf_counter() - start,
     )
-    return Optimized(bundle, exported, report)
+    return Optimized(bundle, graph, report)
+
+
+def _sessions(bundle: plans.Bundle, targets: Sequence[str]) -> Iterator[Session]:
+    """A session of one thread for each of ``targets``, of a file, which the runtime maps."""
+    if not targets:
+        return
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "model.coda")
+        writer.write(bundle, path, durable=False)
+        for target in targets:
+            with Session(path, threads=1, target=target) as session:
+                yield session
 
 
 def _tell_share(tell: Progress, number: int, count: int, share: float) -> None:
@@ -168,7 +192,7 @@ def _rewrite(graph: gs.Graph, verifier: Verifier | None, each: bool, tell: Progr
     def after(done: Pass) -> None:
         tell(f"pass {done.name}", (PIPELINE.index(done) + 1) / len(PIPELINE))
         if verifier is not None and each and not verifier.random:
-            candidate = ort_session(export.to_model(graph))
+            candidate = ort_session(export.to_model(graph), lean=True)
             verifier.check(lambda names, feeds: run_session(candidate, names, feeds), f"pass {done.name}")
 
     measure = None if verifier is None else measure_on([feeds for feeds, _ in verifier.cases])

@@ -11,7 +11,6 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -29,6 +28,7 @@ from .export_weights import stored
 from .export_window import convolution, window_rows
 from .files import atomic
 from .ir import DOMAIN, Tensor, copy_nodes, in_order
+from .messages import copy_fields
 
 INLINE_LIMIT = 2**31 - 2**20
 """Bytes of initializers above which ``save`` puts them into a file of their own: protobuf ends at 2 GiB."""
@@ -51,21 +51,16 @@ def to_model(graph: gs.Graph, narrow: bool = False) -> onnx.ModelProto:
     names = _Names(graph)
     functions = _Functions(opset)
     nodes = [functions.export(node, names) for node in in_order(graph)]
-    constants = [
-        stored(t, name, opset) if narrow else ([_initializer(t, name)], list[NodeProto]())
-        for name, t in names.constants.items()
-    ]
     proto = helper.make_graph(
-        [*(node for _, made in constants for node in made), *nodes],
+        [],
         graph.name or "coda",
         [_value_info(t) for t in graph.inputs],
         [_value_info(t) for t in graph.outputs],
-        [tensor for tensors, _ in constants for tensor in tensors],
         doc_string=graph.doc_string or "",
         value_info=[_value_info(t) for t in names.variables() if t.dtype is not None and t.shape is not None],
     )
     opsets = _opsets(graph, opset, {n.domain for n in nodes if n.domain})
-    return helper.make_model(
+    model = helper.make_model(
         proto,
         functions=functions.protos(),
         opset_imports=opsets,
@@ -73,6 +68,13 @@ def to_model(graph: gs.Graph, narrow: bool = False) -> onnx.ModelProto:
         producer_name="coda-edge",
         producer_version=__version__,
     )
+    # One by one, as messages are copied into those that hold them.
+    for name, tensor in names.constants.items():
+        tensors, made = stored(tensor, name, opset) if narrow else ([_initializer(tensor, name)], list[NodeProto]())
+        model.graph.initializer.extend(tensors)
+        model.graph.node.extend(made)
+    model.graph.node.extend(nodes)
+    return model
 
 
 def from_model(model: onnx.ModelProto) -> gs.Graph:
@@ -391,8 +393,8 @@ def _replace(graph: gs.Graph, old: Tensor, new: Tensor) -> None:
 def _externalize(model: onnx.ModelProto, location: str, data: Path) -> onnx.ModelProto:
     """Writes the large initializers of ``model`` to ``data``; returns a copy of the rest that refers to ``location``."""
     slim = onnx.ModelProto()
-    _copy_fields(model, slim, skip="graph")
-    _copy_fields(model.graph, slim.graph, skip="initializer")
+    copy_fields(model, slim, skip=("graph",))
+    copy_fields(model.graph, slim.graph, skip=("initializer",))
     with data.open("wb") as stream:
         for tensor in model.graph.initializer:
             if len(tensor.raw_data) < _MIN_EXTERNAL:
@@ -407,15 +409,3 @@ def _externalize(model: onnx.ModelProto, location: str, data: Path) -> onnx.Mode
                 entry.external_data.add(key=key, value=str(value))
             stream.write(tensor.raw_data)
     return slim
-
-
-def _copy_fields(source: Any, target: Any, skip: str) -> None:
-    for field, value in source.ListFields():
-        if field.name == skip:
-            continue
-        if isinstance(value, (int, float, str, bytes)):
-            setattr(target, field.name, value)
-        elif hasattr(value, "CopyFrom"):
-            getattr(target, field.name).CopyFrom(value)
-        else:
-            getattr(target, field.name).extend(value)

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
+from onnx import helper
 
 from .epilogue.ops import OPERATORS, Group
 from .symbolic import Dim, format_dim, parse_dim, same
@@ -261,6 +262,17 @@ def remove_dead(graph: gs.Graph) -> None:
             live.update(id(t) for t in reads(node))
     kept = {id(n) for n in keep}
     remove_nodes(graph, [n for n in graph.nodes if id(n) not in kept])
+
+
+def own_values(graph: gs.Graph) -> None:
+    """Reads what ``graph``, imported from a model, would read of it when it is asked for: nothing keeps the model in memory then."""
+    graph.import_domains = [helper.make_opsetid(o.domain, o.version) for o in graph.import_domains or ()]
+    for node in graph.nodes:
+        for held in (*node.inputs, *node.attrs.values()):
+            if isinstance(held, gs.Constant):
+                held.values  # noqa: B018
+            elif isinstance(held, gs.Graph):
+                own_values(held)
 
 
 def in_order(graph: gs.Graph) -> list[gs.Node]:

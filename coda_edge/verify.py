@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,8 @@ LENGTHS = (128, 64, 32, 16, 8, 4, 1, 512, 2048, 8192, 16384, 32768)
 UNEQUAL, MOST_UNEQUAL = tuple(range(1, 65)), 3
 #: For each length, the batches tried: a model may need more entries than one.
 BATCHES = (1, 3)
+#: Elements of weights from which on it makes no copies that it can do without, and bytes from which on onnxruntime is handed a file of them, which it maps, instead of a message, which it copies.
+MAPPED = 1 << 24
 #: The cases of a check: batch, length as a share of the longest that runs, and padding.
 CASES: tuple[tuple[int, float, Padding], ...] = (
     (1, 1.0, "none"),
@@ -61,11 +64,16 @@ _log = logging.getLogger(__name__)
 
 
 def ort_session(
-    model: onnx.ModelProto | bytes | str, threads: int = 0, plain: bool = False, by_default: bool = False
+    model: onnx.ModelProto | bytes | str,
+    threads: int = 0,
+    plain: bool = False,
+    by_default: bool = False,
+    lean: bool = False,
 ) -> onnxruntime.InferenceSession:
     """onnxruntime on ``model``, on the CPU, quiet, with ``threads`` threads (0: as many as it likes); ``plain``: not optimised.
 
-    ``by_default``: products of weights of few bits may be of less than float32, as its optimiser chooses for itself.
+    ``by_default``: products of weights of few bits may be of less than float32, as its optimiser chooses for itself. ``lean``: slower,
+    and without copies of weights in the order that its kernels like best.
 
     Raises InvalidModel with its words if it refuses the model.
     """
@@ -76,15 +84,16 @@ def ort_session(
     options.intra_op_num_threads = threads
     if not by_default:
         options.add_session_config_entry(*accuracy.IN_FLOAT)
+    if lean:
+        options.add_session_config_entry("session.disable_prepacking", "1")
     if plain:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
         if isinstance(model, (bytes, str)):
             return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        # Beyond 2 GB, which is where protobuf ends, weights must come from a file.
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             path = Path(folder, "model.onnx")
-            export.save(model, path)
+            export.save(model, path, MAPPED)
             return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as e:
         raise InvalidModel(f"onnxruntime does not load the model, so there is nothing to compare with: {e}") from e
@@ -152,7 +161,7 @@ class Promoted:
     """onnxruntime on a half-precision model in float32, with the inputs and outputs of the model as it is."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        self._session = ort_session(half.promote(model))
+        self._session = ort_session(half.promote(model), lean=_is_heavy(model))
         self._wide = {i.name for i in self._session.get_inputs() if i.type == "tensor(float)"}
         self._dtypes = {name: numpy_dtype(dtype) for name, dtype in _output_dtypes(model).items()}
 
@@ -204,7 +213,7 @@ class Verifier:
     ) -> Verifier:
         """The reference results of ``loaded`` (from ``frontend.load``), with inputs ``specs``; ``path``: the file that it came from.
 
-        ``by_data``: the outputs whose sizes data decides. Raises InvalidModel if onnxruntime refuses the model, VerificationError if it runs it on no made-up inputs.
+        ``by_data``: the outputs whose sizes data decides. A model that is ``judged_as_it_is`` needs no weights if there is ``path``. Raises InvalidModel if onnxruntime refuses the model, VerificationError if it runs it on no made-up inputs.
         """
         if noise.draws(loaded):
             verifier = Verifier.of_model(noise.with_noise(loaded), specs, None, allowed, by_data)
@@ -214,13 +223,13 @@ class Verifier:
             return Verifier.of_model(accuracy.in_float(loaded), specs, None, allowed, by_data)
         if not half.has_half(loaded):
             # Optimised, onnxruntime takes some quantised operators by tables of integers: close, but not what they are defined to be.
-            plain = quantises(loaded)
-            variants = [ort_session(m, plain=True) for m in nudged(loaded)] if plain else []
-            variants += [ort_session(path or loaded)] if plain else []
-            judge = ort_session(path or loaded, plain=plain)
+            plain, lean = quantises(loaded), _is_heavy(loaded)
+            variants = [ort_session(m, plain=True, lean=lean) for m in nudged(loaded)] if plain else []
+            variants += [ort_session(path or loaded, lean=lean)] if plain else []
+            judge = ort_session(path or loaded, plain=plain, lean=lean)
             verifier = Verifier.of(specs, judge, variants, allowed, _output_dtypes(loaded), by_data)
             if orders(loaded) and not plain:
-                verifier.reorder = lambda: (ort_session(m) for m in nudged(loaded))
+                verifier.reorder = lambda: (ort_session(m, lean=lean) for m in nudged(loaded))
             return verifier
         promoted = [Promoted(m) for m in nudged(loaded)] if quantises(loaded) else []
         verifier = Verifier.of(specs, Promoted(loaded), promoted, allowed, _output_dtypes(loaded), by_data)
@@ -330,6 +339,19 @@ class Verifier:
         return frozenset(name for errors in found for name, error in errors.items() if error > self.tolerances[name])
 
 
+def _is_heavy(model: onnx.ModelProto) -> bool:
+    """Whether the weights of ``model``, which may be inputs, are so large that there should be no more copies of them than it takes."""
+    shapes = [w.dims for w in model.graph.initializer]
+    shapes += [[d.dim_value for d in v.type.tensor_type.shape.dim] for v in model.graph.input]
+    return sum(math.prod(dims) for dims in shapes) > MAPPED
+
+
+def judged_as_it_is(model: onnx.ModelProto) -> bool:
+    """Whether onnxruntime on ``model`` (from ``frontend.load``), and on no variant of it, is what candidates are compared with."""
+    others = (noise.draws, accuracy.is_reduced, half.has_half, quantises, orders)
+    return not any(other(model) for other in others)
+
+
 def _ascending(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return np.sort(values, axis=None)
 
@@ -352,7 +374,7 @@ def _as_it_is(model: onnx.ModelProto | str, verifier: Verifier) -> list[str]:
     """How a half-precision model, run as it is, differs from the float32 that it was judged by."""
     judged = "half-precision model: judged by onnxruntime on the same model in float32"
     try:
-        session = ort_session(model)
+        session = ort_session(model, lean=isinstance(model, str) or _is_heavy(model))
     except InvalidModel:
         return [f"{judged}; onnxruntime does not load it as it is"]
     worst: dict[str, float] = {}

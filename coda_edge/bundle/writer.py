@@ -14,8 +14,10 @@ from . import format as fmt
 from .plan import Bundle, ExecutionPlan, Level, TensorInfo
 
 
-def write(bundle: Bundle, path: str | os.PathLike[str]) -> None:
+def write(bundle: Bundle, path: str | os.PathLike[str], durable: bool = True) -> None:
     """Writes ``bundle`` to ``path`` atomically: afterwards the file is complete, or as it was before.
+
+    ``durable``: so too if the machine stops right then, which a file for the time being need not be.
 
     Raises ``BundleError`` for a plan that the format cannot hold, and ``OSError`` where the file cannot be written.
     """
@@ -27,11 +29,14 @@ def write(bundle: Bundle, path: str | os.PathLike[str]) -> None:
             file.writelines(parts)
             file.flush()
             os.fchmod(file.fileno(), 0o644)
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)
         raise
+    if not durable:
+        return
     directory = os.open(target.parent, os.O_RDONLY)
     try:
         os.fsync(directory)

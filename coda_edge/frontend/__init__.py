@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from . import coda_rules, contrib, layout_rules, shape_rules, value_rules
 from .constraints import ConstraintSet, decided_by_data
-from .model import load
+from .model import load, without_weights
 from .normal_form import NormalForm, normalize, to_normal_form
 from .shapes import Constraint, SymbolicInfo, infer
 
@@ -33,6 +33,7 @@ __all__ = [
     "load",
     "normalize",
     "to_normal_form",
+    "without_weights",
 ]
 
 # Imported for the rules that they register.

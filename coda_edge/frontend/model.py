@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import external_data_helper, inliner, version_converter
 
 from ..errors import InvalidModel, ShapeError
+from ..messages import copy_fields
 from ..symbolic import parse_dim
 
 Source: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto"
@@ -45,14 +46,16 @@ def load(source: Source) -> onnx.ModelProto:
         raise InvalidModel(f"{name} is not an ONNX model: it holds no graph")
     # Before version 4, initializers had to be inputs too, which they are no longer after this.
     model.ir_version = max(model.ir_version, 4)
-    weights = _take_weights(model.graph)
-    _move_norms(model)
-    _sort(model.graph)
-    _check(model, name)
-    if model.functions:
-        model = inliner.inline_local_functions(model)
-    model = _convert(model, name)
-    _put_weights(model.graph, weights)
+    if model.graph.sparse_initializer:
+        name = model.graph.sparse_initializer[0].values.name
+        raise InvalidModel(f"initializer '{name}' is sparse: store it densely")
+    slim = without_weights(model)
+    _move_norms(slim)
+    _sort(slim.graph)
+    _check(slim, name)
+    if slim.functions:
+        slim = inliner.inline_local_functions(slim)
+    _put_back(_convert(slim, name), model)
     _name_inputs(model.graph)
     return model
 
@@ -83,28 +86,43 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _take_weights(graph: onnx.GraphProto) -> list[onnx.TensorProto]:
-    """Removes large initializers, which become inputs, and returns them."""
-    if graph.sparse_initializer:
-        raise InvalidModel(f"initializer '{graph.sparse_initializer[0].values.name}' is sparse: store it densely")
+def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy of ``model`` with its large initializers as inputs, behind the others."""
+    graph = model.graph
     initializers = {i.name for i in graph.initializer}
-    inputs = [i for i in graph.input if i.name not in initializers]
-    weights = [i for i in graph.initializer if np.prod(i.dims, dtype=np.int64) > _LARGE]
-    names = {i.name for i in weights}
-    kept = [i for i in graph.initializer if i.name not in names]
-    del graph.input[:], graph.initializer[:]
-    graph.input.extend(inputs)
-    graph.input.extend(onnx.helper.make_tensor_value_info(i.name, i.data_type, list(i.dims)) for i in weights)
-    graph.initializer.extend(kept)
-    return weights
+    slim = onnx.ModelProto()
+    copy_fields(model, slim, skip=("graph",))
+    copy_fields(graph, slim.graph, skip=("input", "initializer"))
+    slim.graph.input.extend(i for i in graph.input if i.name not in initializers)
+    for tensor in graph.initializer:
+        if _is_large(tensor):
+            slim.graph.input.append(
+                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+            )
+        else:
+            slim.graph.initializer.append(tensor)
+    return slim
 
 
-def _put_weights(graph: onnx.GraphProto, weights: Sequence[onnx.TensorProto]) -> None:
-    names = {i.name for i in weights}
-    inputs = [i for i in graph.input if i.name not in names]
-    del graph.input[:]
-    graph.input.extend(inputs)
-    graph.initializer.extend(weights)
+def _put_back(slim: onnx.ModelProto, model: onnx.ModelProto) -> None:
+    """Makes ``model`` what ``slim`` has become; its large initializers stay where they are, since a copy would take their memory again."""
+    initializers = model.graph.initializer
+    for i in reversed(range(len(initializers))):
+        if not _is_large(initializers[i]):
+            del initializers[i]
+    weights = {i.name for i in initializers}
+    for message, kept in ((model, "graph"), (model.graph, "initializer")):
+        for field, _ in message.ListFields():
+            if field.name != kept:
+                message.ClearField(field.name)
+    copy_fields(slim, model, skip=("graph",))
+    copy_fields(slim.graph, model.graph, skip=("input", "initializer"))
+    model.graph.input.extend(i for i in slim.graph.input if i.name not in weights)
+    initializers.extend(slim.graph.initializer)
+
+
+def _is_large(tensor: onnx.TensorProto) -> bool:
+    return int(np.prod(tensor.dims, dtype=np.int64)) > _LARGE
 
 
 def _move_norms(model: onnx.ModelProto) -> None:

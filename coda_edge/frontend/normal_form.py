@@ -144,6 +144,7 @@ def to_normal_form(
     _write_perms(graph)
     info = state.infer(graph)
     ir.sort(graph)
+    ir.own_values(graph)
     return NormalForm(graph, state.constraints.known_by(graph, info))
 
 

@@ -7,6 +7,7 @@ determine has no buffer either: the kernels that read it have it as an expressio
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -102,14 +103,14 @@ def lower(
     return lowered
 
 
-def _calls(graph: gs.Graph, context: Context) -> tuple[list[KernelCall], dict[str, str], dict[str, Tensor]]:
+def _calls(graph: gs.Graph, context: Context) -> tuple[deque[KernelCall], dict[str, str], dict[str, Tensor]]:
     """The kernel calls in order; for each tensor without a buffer of its own the tensor whose buffer it shares; the outputs.
 
     An output that no step makes as it is (a view of an input or of another output, an input, known values) is copied at the end, and
     until then is read where it comes from: its buffer has a name of its own. The outputs are given by the names of their buffers.
     """
     roots: dict[str, str] = {}
-    calls: list[KernelCall] = []
+    calls: deque[KernelCall] = deque()
     outputs = {t.name for t in graph.outputs}
     for node in ir.in_order(graph):
         if all(inlined(t, context) for t in node.outputs):
@@ -180,30 +181,31 @@ def _lower_node(node: gs.Node, context: Context) -> list[KernelCall]:
     raise UnsupportedOperator(node.op, node.name, choices())
 
 
-@dataclass
 class _Constants:
-    """The constants section while it grows: 64-aligned, in order of use, equal arrays once."""
+    """The constants section while it is filled: 64-aligned, in order of use, equal arrays once. ``room``: its bytes at most."""
 
-    parts: list[npt.NDArray[np.uint8]] = field(default_factory=list)
-    stored: list[StoredConstant] = field(default_factory=list)
-    size: int = 0
-    _offsets: dict[bytes, int] = field(default_factory=dict)
+    def __init__(self, room: int) -> None:
+        self._section = np.zeros(room, np.uint8)
+        self._size = 0
+        self._offsets: dict[bytes, int] = {}
+        self.stored: list[StoredConstant] = []
 
     def add(self, constant: Packed) -> int:
-        """The byte offset of ``constant``."""
+        """The byte offset of ``constant``, which is copied."""
         flat = np.ascontiguousarray(constant.data).reshape(-1).view(np.uint8)
         key = hashlib.sha256(flat.data).digest()
         if key not in self._offsets:
-            padding = -self.size % ALIGNMENT
-            self.parts += [np.zeros(padding, np.uint8), flat]
-            self._offsets[key] = self.size + padding
-            self.stored.append(StoredConstant(self.size + padding, constant.data, constant.columns))
-            self.size += padding + flat.size
+            offset = self._offsets[key] = self._size + -self._size % ALIGNMENT
+            self._size = offset + flat.size
+            copy = self._section[offset : self._size]
+            copy[:] = flat
+            data = copy.view(constant.data.dtype).reshape(constant.data.shape)
+            self.stored.append(StoredConstant(offset, data, constant.columns))
         return self._offsets[key]
 
     def bytes(self) -> npt.NDArray[np.uint8]:
         """The section."""
-        return np.concatenate(self.parts) if self.parts else np.zeros(0, np.uint8)
+        return self._section[: self._size]
 
 
 class _Planner:
@@ -220,24 +222,32 @@ class _Planner:
         self._tensors |= {name: gs.Variable(name, np.dtype(np.int64), [1]) for name in counts}
         self._io = {name: (BufferKind.OUTPUT, i) for i, name in enumerate(stored)}
         self._io |= {t.name: (BufferKind.INPUT, i) for i, t in enumerate(graph.inputs)}
-        self._constants = _Constants()
+        self._constants = _Constants(0)
         self._plan = ExecutionPlan()
         self._buffers: dict[tuple[BufferKind, object], int] = {}
 
-    def plan(self, calls: Sequence[KernelCall], assumed: Sequence[Assumed]) -> Lowered:
-        """The plan that makes ``calls`` in order, for sizes that keep to what is ``assumed``."""
+    def plan(self, calls: deque[KernelCall], assumed: Sequence[Assumed]) -> Lowered:
+        """The plan that makes ``calls`` in order, for sizes that keep to what is ``assumed``.
+
+        Each call is taken from ``calls`` when its constants have been copied, so that there are never two of all weights.
+        """
         plan = self._plan
         reads = self._schedule(calls, assumed)
+        arrays = {
+            id(c.data): c.data.nbytes for call in calls for c in map(self._constant, call.buffers) if c is not None
+        }
+        self._constants = _Constants(sum(ALIGNMENT + size for size in arrays.values()))
         plan.exprs.data = [name for name, _ in reads]
         for infos, tensors in ((plan.inputs, self._graph.inputs), (plan.outputs, self._graph.outputs)):
             infos.extend(self._info(t) for t in tensors)
         kernels: dict[str, KernelSource] = {}
-        for step, call in enumerate(calls):
+        while calls:
+            call = calls.popleft()
             for source in (call.kernel, call.finish):
                 if source is not None:
                     kernels.setdefault(source.symbol, source)
             plan.kernels[:] = list(kernels)
-            plan.steps.append(self._step(step, call))
+            plan.steps.append(self._step(len(plan.steps), call))
         plan.reads = [self._read(name, step) for name, step in reads]
         known = {symbol(name) for name in self._data} - {symbol(name) for name in plan.exprs.data}
         assumed = [c for c in assumed if not c.symbols & known]
@@ -356,9 +366,14 @@ class _Planner:
         tensor = self._tensors[operand]
         return product(ir.shape(tensor)) * int(np.dtype(tensor.dtype).itemsize)
 
-    def _buffer(self, operand: str | Packed | Workspace, step: int) -> int:
+    def _constant(self, operand: str | Packed | Workspace) -> Packed | None:
+        """``operand``, if it is a constant."""
         if isinstance(operand, str) and operand not in self._io and isinstance(self._tensors.get(operand), gs.Constant):
-            operand = Packed(operand, np.asarray(self._tensors[operand].values))
+            return Packed(operand, np.asarray(self._tensors[operand].values))
+        return operand if isinstance(operand, Packed) else None
+
+    def _buffer(self, operand: str | Packed | Workspace, step: int) -> int:
+        operand = self._constant(operand) or operand
         if isinstance(operand, Packed):
             offset = self._constants.add(operand)
             return self._add(BufferKind.CONSTANT, offset, operand.data.nbytes, offset)
