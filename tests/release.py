@@ -1,7 +1,7 @@
 """What must hold of a real model before a release, and takes too long for a test: ``python tests/release.py MODEL.onnx BUNDLE``.
 
 Sessions on 8 threads give the same bits in 1,000 runs each; of 1,000 bundles with one bit flipped, each is refused, with a key and
-without; sizes, load time and memory are within their bounds (``benchmarks.embed``). ``make release`` runs it, the fuzzer and the emulated machines.
+without; the bare static form needs memcpy and memset only; sizes, load time and memory are within their bounds (``benchmarks.embed``). ``make release`` runs it, the fuzzer and the emulated machines.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from benchmarks import embed
 from coda_edge import Session, _runtime
 from coda_edge.bundle.signature import generate_keys, sign
 from coda_edge.errors import CodaError
+from coda_edge.forms import package
 
 ROOT = Path(__file__).resolve().parent.parent
 THREADS, RUNS, FLIPS, LENGTH = 8, 1000, 1000, 16
@@ -64,9 +65,24 @@ def _flip(file: BinaryIO, bit: int) -> None:
     file.write(bytes([byte ^ (1 << bit % 8)]))
 
 
+def bare_needs(model: Path) -> set[str]:
+    """What the bare static form of a model leaves to the program that links it."""
+    files = package(model, "static", bare=True, verify=False)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files.save(folder)
+        whole = folder / "whole.o"
+        subprocess.run(["ld", "-r", "--whole-archive", "-o", whole, *folder.glob("*.a")], check=True)
+        listed = subprocess.run(["nm", "-u", whole], check=True, capture_output=True, text=True).stdout
+    return {line.split()[-1] for line in listed.splitlines()} - {"_GLOBAL_OFFSET_TABLE_"}
+
+
 def main(model: Path, bundle: Path) -> int:
     """Prints each with its verdict; the exit status is 1 if one does not hold."""
     holds = shared(bundle)
+    needs = bare_needs(model)
+    print("the bare static form needs", *sorted(needs))
+    holds &= needs == {"memcpy", "memset"}
     secret, public = generate_keys()
     with tempfile.TemporaryDirectory() as folder:
         signed = Path(folder, bundle.name)

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from click.testing import CliRunner
-from emulation import MACHINES, ROOT, RemoteSession
+from emulation import MACHINES, ROOT, Machine, RemoteSession
 from graphs import load_fixture, random_inputs, run, sizes_for, worst_error
 
 from coda_edge.bundle import TensorInfo
@@ -120,9 +120,9 @@ def test_a_shared_library_has_all_inside(model: Path, tmp_path: Path) -> None:
 
 
 def _program(folder: Path, name: str, compiler: Sequence[str], output: Path) -> Path:
-    """runtime/tests/linked.c over the form in ``folder``: an archive, or else sources."""
-    archive = folder / f"lib{name}.a"
-    parts = [archive] if archive.exists() else sorted(folder.rglob("*.c"))
+    """runtime/tests/linked.c over the form in ``folder``: an archive, a library, or else sources."""
+    built = [p for p in (folder / f"lib{name}.a", folder / f"lib{name}.so") if p.exists()]
+    parts = [*built, f"-Wl,-rpath,{folder}"] if built else sorted(folder.rglob("*.c"))
     program = output / "linked"
     command = [*compiler, *WARNINGS, "-O2", f"-DMODEL={name}", f'-DMODEL_HEADER="{name}.h"', f"-I{folder}"]
     sources = [str(ROOT / "runtime/tests/linked.c"), *map(str, parts)]
@@ -140,12 +140,30 @@ def _check(command: Sequence[str]) -> None:
     session.close()
 
 
-@pytest.mark.parametrize("form", ["static", "c"])
-def test_forms_on_an_emulated_machine(form: str, model: Path, c_form: Files, tmp_path: Path) -> None:
-    target, machine = MACHINES["cortex-a72"]
+FORMS = ("bare", "c", "static", "shared")
+_MUSL = Machine("qemu-aarch64", "cortex-a72", "aarch64-linux-musl", "/")
+FOREIGN = {name: MACHINES[name] for name in ("cortex-a72", "armv7", "riscv64")} | {"musl": ("arm64-linux-musl", _MUSL)}
+"""A target, and the machine that runs what is built for it. With musl there are programs without a dynamic loader only."""
+CASES = [
+    pytest.param(name, form, marks=() if name == "cortex-a72" and form in FORMS[:2] else pytest.mark.emulated)
+    for name in FOREIGN
+    for form in FORMS
+    if (name, form) != ("musl", "shared")
+]
+
+
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_forms_on_an_emulated_machine(
+    name: str, form: str, model: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    target, machine = FOREIGN[name]
     if machine.lacks:
         pytest.skip(machine.lacks)
-    files = c_form if form == "c" else package(model, form, target=target, bare=True, verify=False)
+    if form == "c":
+        files = request.getfixturevalue("c_form")
+    else:
+        kind = "shared" if form == "shared" else "static"
+        files = package(model, kind, target=target, bare=form == "bare", verify=False)
     folder = _saved(files, tmp_path)
     compiler = [*ZIG, "-target", machine.triple, "-fno-sanitize=undefined"]
     _check(machine.command(_program(folder, "small_bert", compiler, tmp_path)))

@@ -97,8 +97,7 @@ coda_sha256_compress coda_sha256_best(void) {
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 
-/* Arm ARM (DDI 0487), C7.2, by name; in assembly, since compilers have intrinsics only for the CPU that they are set to.
- */
+/* Arm ARM (DDI 0487), C7.2, by name; in assembly, as compilers have intrinsics only for the CPU that they build for. */
 #define SHA_INSTRUCTION(text, result, ...) __asm__(".arch_extension sha2\n\t" text : "+w"(result) : __VA_ARGS__)
 
 static void compress_sha2(uint32_t state[8], const uint8_t *data, size_t blocks) {
