@@ -15,7 +15,7 @@ from onnx import parser
 
 from coda_edge import ir
 from coda_edge.errors import UnsupportedOperator
-from coda_edge.frontend import load, normalize, to_normal_form
+from coda_edge.frontend import load, normalize, to_normal_form, transposes
 from coda_edge.inputs import input_specs
 
 Array = npt.NDArray[Any]
@@ -490,3 +490,17 @@ def test_a_bool_of_a_position_is_no_position() -> None:
     graph = _check("""(float[S, 3] x) => (float[S, 3] y) <int64 zero = {0}, int64 one = {1}> {
         s = Shape(x) n = Gather(s, zero) r = Range(zero, n, one) b = Cast <to = 9> (r) i = Cast <to = 7> (b) y = Gather(x, i) }""")
     assert _ops(graph)["Gather"] == 1
+
+
+def test_a_chain_of_diamonds_is_searched_for_transposes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = "".join(
+        f"p{i} = Neg(d{i}) q{i} = Abs(d{i}) s{i} = Add(p{i}, q{i}) t{i} = Add(s{i}, x) d{i + 1} = ReduceMax(t{i}, axes) "
+        for i in range(10)
+    )
+    body = f"(float[N, 4, 5] x, float[N, 1, 1] d0) => (float[N, 1, 1] d10) <int64[2] axes = {{1, 2}}> {{ {levels} }}"
+    graph = normalize(load(_parse(body)))
+    asked: list[str] = []
+    turns = transposes._turns
+    monkeypatch.setattr(transposes, "_turns", lambda node, *rest: asked.append(node.name) or turns(node, *rest))
+    assert transposes._tree(graph.nodes[-1], [0, 2, 1]) is None
+    assert len(asked) < 60, "each of 50 nodes about once"

@@ -59,44 +59,49 @@ def _cancelled(b: Builder) -> ir.Tensor | None:
 def _tree(root: gs.Node, undone: list[int]) -> list[gs.Node] | None:
     """The nodes under ``root`` in order of evaluation; None if no leaf is transposed by ``undone``, or one is nothing that the rule has."""
     order: list[gs.Node] = []
-    seen: set[int] = set()
-    cancelled = 0
+    inside: set[int] = set()
+    refused: set[int] = set()
     perm = [undone.index(axis) for axis in range(len(undone))]
 
-    def visit(node: gs.Node) -> bool:
-        nonlocal cancelled
-        if id(node) in seen:
-            return True
-        seen.add(id(node))
-        if len(seen) > _MOST_NODES or len(node.outputs) != 1 or node.domain:
-            return False
+    def visit(node: gs.Node, depth: int) -> int | None:
+        """How many transposed leaves are under ``node`` that no node before has; None, and ``order`` as it was, if it can't be in the tree."""
+        if id(node) in inside:
+            return 0
+        if id(node) in refused or len(order) + depth >= _MOST_NODES:
+            return None
+        before = len(order)
+        found = leaves(node, depth)
+        if found is None:
+            inside.difference_update(map(id, order[before:]))
+            del order[before:]
+            refused.add(id(node))
+            return None
+        order.append(node)
+        inside.add(id(node))
+        return found
+
+    def leaves(node: gs.Node, depth: int) -> int | None:
+        if len(node.outputs) != 1 or node.domain:
+            return None
+        count = 0
         for tensor in _data(node):
             if isinstance(tensor, gs.Constant):
                 continue
-            source = ir.producer(tensor)
             if tensor.shape is None or len(tensor.shape) != len(undone):
-                return False
+                return None
             if _is_transposed(tensor, undone):
-                cancelled += 1
+                count += 1
                 continue
-            before = set(seen), list(order), cancelled
-            if (
-                source is not None
-                and source.op != "Transpose"
-                and _turns(source, undone, ir.shape(root.outputs[0]))
-                and visit(source)
-            ):
-                continue
-            if not _is_view(tensor, perm):
-                return False
-            # It stays, and so does all that it is made of: what else in the tree reads one of these visits it anew.
-            seen.clear()
-            seen.update(before[0])
-            order[:], cancelled = before[1], before[2]
-        order.append(node)
-        return True
+            source, found = ir.producer(tensor), None
+            if source is not None and source.op != "Transpose" and _turns(source, undone, ir.shape(root.outputs[0])):
+                found = visit(source, depth + 1)
+            if found is None and not _is_view(tensor, perm):
+                return None
+            # What is a view may stay, and so does all that it is made of.
+            count += found or 0
+        return count
 
-    return order if visit(root) and cancelled else None
+    return order if visit(root, 0) else None
 
 
 def _is_transposed(tensor: ir.Tensor, perm: list[int]) -> bool:
