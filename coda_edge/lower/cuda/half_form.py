@@ -65,7 +65,10 @@ def on_tensor_cores(node: gs.Node) -> bool:
         return False
     if node.op == "Attention":
         return bool("probability" not in node.attrs and Operands.of(node).q.dtype == np.float32)
-    return bool(node.op == "Gemm" and node.inputs[0].dtype == np.float32 and _rounds(node.inputs[1]))
+    if node.op != "Gemm" or node.inputs[0].dtype != np.float32:
+        return False
+    # Sums over a head are between threads here: such a product is done as scalars.
+    return not EpilogueProgram.parse(node.attrs["epilogue"]).head and _rounds(node.inputs[1])
 
 
 def _rounds(weight: ir.Tensor) -> bool:
