@@ -36,8 +36,8 @@ from .weights import BYTES, WeightFormat
 
 Operand: TypeAlias = "str | Packed"
 
-_STRIDE = 64
-"""Steps of K between two requests for the next panel, where each takes a quarter of the time that it takes in float32."""
+_STRIDE = 16
+"""Words of K between two requests for the next panel, each of which takes the time that a step takes in float32."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def check_call(
 def _choose_whole(target: Target, dot: str, n: int, k: int, program: EpilogueProgram) -> GemmSchedule:
     """The untuned schedule for products of whole numbers: the panels behind are asked for as seldom as sums allow, which are done four steps at a time."""
     tiled = replace(target, tiles=DOTS[dot].tiles or target.tiles)
-    return replace(choose_gemm(tiled, n, k, 1 << depth(program)), stride=_STRIDE)
+    return replace(choose_gemm(tiled, n, k, 1 << depth(program)), stride=_STRIDE * DOTS[dot].word)
 
 
 def _key(target: Target, shape: GemmShape) -> str:
