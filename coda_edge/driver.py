@@ -92,6 +92,8 @@ def optimize(
 
     tell("load", 0.0)
     loaded = frontend.load(model)
+    # It parses the model once more, which is cheapest while there is little else in memory.
+    digest = _digest(model)
     tell("normalize", 0.0)
     normal = frontend.to_normal_form(loaded, dict(shapes) if shapes else None)
     graph = normal.graph
@@ -127,7 +129,7 @@ def optimize(
         "producer": f"coda-edge {__version__}",
         "target": ",".join(names),
         "model": name,
-        "source_sha256": _digest(model),
+        "source_sha256": digest,
         "constants": constants,
         **({} if isinstance(model, onnx.ModelProto) else {"model_digest": model_digest(model)}),
     }
