@@ -343,7 +343,7 @@ def _is_heavy(model: onnx.ModelProto) -> bool:
     """Whether the weights of ``model``, which may be inputs, are so large that there should be no more copies of them than it takes."""
     shapes = [w.dims for w in model.graph.initializer]
     shapes += [[d.dim_value for d in v.type.tensor_type.shape.dim] for v in model.graph.input]
-    return sum(math.prod(dims) for dims in shapes) > MAPPED
+    return bool(sum(math.prod(dims) for dims in shapes) > MAPPED)
 
 
 def judged_as_it_is(model: onnx.ModelProto) -> bool:
