@@ -24,6 +24,9 @@ COMMON = (
     "-ffunction-sections",
     "-DCODA_BUILD",
 )
+_GLIBC = {"riscv64": "2.31"}
+"""The oldest glibc that is to run what is linked, by machine: without it the linker takes one of its own choice."""
+_OLDEST_GLIBC = "2.28"
 _PLATFORMS = {
     "posix": ("-O2", "-D_GNU_SOURCE", "-pthread"),
     "bare": ("-Os", "-ffreestanding"),
@@ -46,6 +49,8 @@ def compiler(target: Target) -> list[str]:
     machine = target.triple.partition("-")[0]
     command = linker(target.triple)
     plain = ("-fno-sanitize=undefined",) if "ziglang" in command else ()
+    if plain and "-linux-gnu" in target.triple:
+        command[-1] += f".{_GLIBC.get(machine, _OLDEST_GLIBC)}"
     return [*command, *COMMON, *plain, *_OF_MACHINE.get(machine, ())]
 
 

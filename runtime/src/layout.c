@@ -357,11 +357,11 @@ void coda_layout_place(coda_layout *layout, const coda_plan *plan, uint32_t phas
       if (b->phase != phase)
         continue;
       if (b->kind == BUFFER_CONSTANT)
-        *address = (uintptr_t)(constants + b->index);
+        *address = (uintptr_t)constants + b->index;
       else if (b->kind == BUFFER_REPACKED)
-        *address = (uintptr_t)(repacked + b->index);
+        *address = (uintptr_t)repacked + b->index;
       else if (b->kind == BUFFER_ARENA)
-        *address = (uintptr_t)(arena + layout->offsets[index]);
+        *address = (uintptr_t)arena + layout->offsets[index]; /* NULL where it is empty */
     }
   layout->arenas[phase].memory = arena;
 }

@@ -144,7 +144,7 @@ static int32_t run_chunk(void *context, int64_t begin, int64_t end, int thread) 
   int64_t *ints = (int64_t *)(buffers + session->frame_ints);
   const uint32_t operands = c->step->buffer_count, sizes = c->step->int_count;
   memcpy(buffers, c->addresses, operands * sizeof *buffers);
-  buffers[operands] = (uintptr_t)(session->scratch.data + (size_t)thread * session->scratch_stride);
+  buffers[operands] = (uintptr_t)session->scratch.data + (size_t)thread * session->scratch_stride;
   memcpy(ints, c->ints, sizes * sizeof *ints);
   ints[sizes] = begin;
   ints[sizes + 1] = end;
