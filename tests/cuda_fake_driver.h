@@ -72,10 +72,14 @@ int cuMemsetD32Async(uint64_t to, unsigned value, size_t count, void *) {
   for (size_t i = 0; i < count; ++i) ((unsigned *)to)[i] = value;
   return 0;
 }
-int cuStreamCreate(void **stream, unsigned) { *stream = &fake_graphs; return 0; }
-int cuStreamDestroy_v2(void *) { return 0; }
+int cuStreamCreate(void **stream, unsigned flags) { *stream = new unsigned(flags); return 0; }
+int cuStreamDestroy_v2(void *stream) { delete (unsigned *)stream; return 0; }
 int cuStreamSynchronize(void *) { return 0; }
-int cuStreamBeginCapture_v2(void *, int) { fake::capturing = new fake::Graph; return 0; }
+int cuStreamBeginCapture_v2(void *stream, int) {
+  if (*(unsigned *)stream != 1) return 906;  // a blocking stream: work on the default stream would break the capture
+  fake::capturing = new fake::Graph;
+  return 0;
+}
 int cuStreamEndCapture(void *, void **graph) { *graph = fake::capturing; fake::capturing = nullptr; return 0; }
 int cuGraphInstantiateWithFlags(void **executable, void *graph, unsigned long long) {
   *executable = new fake::Graph(*(fake::Graph *)graph);

@@ -118,6 +118,22 @@ print(session.run(None, {"ids": np.array([1, 5, -1])})[0].tolist(), session.targ
     ]
 
 
+def test_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of a cancelled session end, until it is no longer."""
+    fake.optimized(monkeypatch, gathering(), "cuda-sm80", tmp_path, verify=False)
+    script = """
+import sys, numpy as np, coda_edge
+session = coda_edge.Session(sys.argv[1] + "/model.coda")
+for on in (True, False):
+    session.cancel(on)
+    try:
+        print(session.run(None, {"ids": np.array([1])})[0].tolist())
+    except coda_edge.errors.CancelledError as error:
+        print(error)
+"""
+    assert fake.process(tmp_path, script).stdout.splitlines() == ["the run was cancelled", "[[2.0, 3.0]]"]
+
+
 def test_arrays_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs and outputs by ``__cuda_array_interface__`` (here the device's memory is the host's); gaps are refused; steps are timed."""
     fake.optimized(monkeypatch, gathering(), "cuda-sm80", tmp_path, verify=False)

@@ -18,6 +18,7 @@ typedef uint64_t cu_pointer;
 typedef void *cu_handle;
 
 enum {
+  CU_ERROR_INVALID_VALUE = 1,
   CU_ERROR_OUT_OF_MEMORY = 2,
   CU_ERROR_NO_DEVICE = 100,
   CU_ERROR_NO_BINARY = 209,
@@ -28,6 +29,7 @@ enum {
   CU_CAPTURE_RELAXED = 2,
   CU_EVENT_DEFAULT = 0,
   CU_STREAM_DEFAULT = 0, /* waits for what others do on the default stream: their tensors may come of it */
+  CU_STREAM_NON_BLOCKING = 1, /* does not: what others do there would break a capture */
 };
 
 #define FUNCTIONS(F) \
@@ -85,7 +87,7 @@ struct coda_cuda {
 
 /* What a session has on the device. */
 typedef struct {
-  cu_handle stream;
+  cu_handle stream, capturing; /* capturing: records graphs, and runs nothing */
   cu_pointer memory, status; /* status: a word for each step, what its kernels found wrong */
   size_t bytes;
   cu_handle graphs[MAX_LAYOUTS];
@@ -260,6 +262,7 @@ typedef struct {
   coda_session *session;
   device_session *own;
   coda_layout *layout;
+  cu_handle stream;
 } device_run;
 
 static size_t io_bytes(const coda_layout *layout, uint32_t index) {
@@ -285,6 +288,8 @@ static coda_code make_session(coda_cuda *cuda, coda_session *session, coda_error
   session->device = made;
   const size_t words = (size_t)plan->step_count + 1;
   cu_result result = cuda->api.stream_create(&made->stream, CU_STREAM_DEFAULT);
+  if (!result)
+    result = cuda->api.stream_create(&made->capturing, CU_STREAM_NON_BLOCKING);
   if (!result)
     result = cuda->api.allocate(&made->status, words * sizeof(int32_t));
   if (!result)
@@ -314,6 +319,8 @@ static void free_session(coda_session *session) {
     cuda->api.deallocate(own->status);
   if (own->stream)
     cuda->api.stream_destroy(own->stream);
+  if (own->capturing)
+    cuda->api.stream_destroy(own->capturing);
   cuda->api.pop(&(cu_handle){NULL});
   session->device = NULL;
   coda_block tables = own->tables;
@@ -369,10 +376,12 @@ static cu_result launch(const device_run *r, cu_handle kernel, const int64_t *ho
   const driver *api = &r->cuda->api;
   if (how[0] <= 0 || how[1] <= 0 || how[2] <= 0)
     return 0;
+  if (how[0] > INT32_MAX || how[1] > INT32_MAX || how[2] > INT32_MAX)
+    return CU_ERROR_INVALID_VALUE;
   cu_result result = how[4] > 48 << 10 ? api->set_attribute(kernel, CU_ATTRIBUTE_SHARED, (int)how[4]) : 0;
   if (!result)
     result = api->launch(kernel, (unsigned)how[0], (unsigned)how[1], (unsigned)how[2], (unsigned)how[3], 1, 1,
-                         (unsigned)how[4], r->own->stream, r->own->arguments, NULL);
+                         (unsigned)how[4], r->stream, r->own->arguments, NULL);
   return result;
 }
 
@@ -382,7 +391,7 @@ static coda_code launch_steps(const device_run *r, bool timed, coda_error *error
   const driver *api = &r->cuda->api;
   uint64_t *addresses = r->layout->addresses;
   int64_t *ints = r->layout->ints;
-  cu_result result = timed ? api->event_record(r->own->events[0], r->own->stream) : 0;
+  cu_result result = timed ? api->event_record(r->own->events[0], r->stream) : 0;
   for (uint32_t i = 0; i < plan->step_count && !result; i++) {
     const plan_step *step = &plan->steps[i];
     const uint32_t count = step->int_count - LAUNCH_INTS * launches(step);
@@ -401,7 +410,7 @@ static coda_code launch_steps(const device_run *r, bool timed, coda_error *error
     if (result)
       return driver_failed(api, result, step->name, error);
     if (timed)
-      result = api->event_record(r->own->events[i + 1], r->own->stream);
+      result = api->event_record(r->own->events[i + 1], r->stream);
     addresses += step->buffer_count;
     ints += step->int_count;
   }
@@ -410,12 +419,14 @@ static coda_code launch_steps(const device_run *r, bool timed, coda_error *error
 
 static coda_code capture(const device_run *r, cu_handle *executable, coda_error *error) {
   const driver *api = &r->cuda->api;
+  device_run recorded = *r;
+  recorded.stream = r->own->capturing;
   cu_handle graph = NULL;
-  cu_result result = api->capture_begin(r->own->stream, CU_CAPTURE_RELAXED);
+  cu_result result = api->capture_begin(recorded.stream, CU_CAPTURE_RELAXED);
   if (result)
     return driver_failed(api, result, "capture a graph", error);
-  coda_code code = launch_steps(r, false, error);
-  result = api->capture_end(r->own->stream, &graph);
+  coda_code code = launch_steps(&recorded, false, error);
+  result = api->capture_end(recorded.stream, &graph);
   if (!code && !result)
     result = api->instantiate(executable, graph, 0);
   if (graph)
@@ -508,14 +519,29 @@ static coda_code run_on_device(const device_run *r, const coda_tensor *inputs, c
   return result ? driver_failed(api, result, "end the run", error) : check_status(r, error);
 }
 
+static coda_code check_cancelled(const coda_session *session, coda_error *error) {
+  if (!atomic_load_explicit(&session->cancelled, memory_order_relaxed))
+    return CODA_OK;
+  return coda_fail(error, CODA_ERROR_CANCELLED, "the run was cancelled");
+}
+
 static coda_code run(coda_session *session, coda_layout *layout, const coda_tensor *inputs, coda_tensor *outputs,
                      coda_error *error) {
   coda_cuda *cuda = session->model->cuda;
   cuda->api.push(cuda->context);
   coda_code code = session->device ? CODA_OK : make_session(cuda, session, error);
-  if (!code) {
-    const device_run r = {cuda, session, session->device, layout};
-    code = run_on_device(&r, inputs, outputs, error);
+  if (code) {
+    free_session(session); /* what there is of it */
+  } else {
+    device_session *own = session->device;
+    const device_run r = {cuda, session, own, layout, own->stream};
+    code = check_cancelled(session, error);
+    if (!code)
+      code = run_on_device(&r, inputs, outputs, error);
+    if (code)
+      cuda->api.synchronize(r.stream); /* the caller's memory may still be copied */
+    else
+      code = check_cancelled(session, error);
   }
   cuda->api.pop(&(cu_handle){NULL});
   return code;

@@ -205,7 +205,9 @@ static coda_code open_origin(origin *given, const coda_model_options *options, c
       code = coda_fail(error, CODA_ERROR_MEMORY, "no memory for a model");
   }
   if (code) {
-    release(given, model ? &model->allocator : options->allocator);
+    release(given, model                ? &model->allocator
+                   : options->allocator ? options->allocator
+                                        : coda_default_allocator);
     coda_model_free(model);
     return code;
   }
