@@ -3,8 +3,8 @@
 Rule: for a softmax p, ``p @ v`` and ``p @ w`` are the columns of ``p @ [v | w]``. So it is one attention, whose scores never reach memory
 (differential attention of two halves of the values, arXiv 2410.05258).
 
-Conditions: v and w have the same dimensions but for the last one, which is a number; nothing else reads p, or p behind a guard that turns
-NaN into 0. Refused: nothing else.
+Conditions: v and w have the same dimensions but for the last one, which is a number; neither is made of the other's product (``p @ (p @ v)``);
+nothing else reads p, or p behind a guard that turns NaN into 0. Refused: nothing else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,18 @@ from __future__ import annotations
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from coda_edge.ir import GraphEditor, Tensor, consumers, in_order, is_output, remove_nodes, same_shape, shape, sort
+from coda_edge.ir import (
+    GraphEditor,
+    Tensor,
+    consumers,
+    descendants,
+    in_order,
+    is_output,
+    remove_nodes,
+    same_shape,
+    shape,
+    sort,
+)
 
 from .base import Pass, PassLog
 
@@ -46,6 +57,9 @@ def _join(editor: GraphEditor, p: gs.Variable) -> bool:
     if any(not same_shape(shape(v)[:-1], dims[:-1]) or not isinstance(shape(v)[-1], int) for v in values):
         return False
     if not all(same_shape(shape(u.outputs[0])[:-1], shape(products[0].outputs[0])[:-1]) for u in products):
+        return False
+    after = set[int]().union(*(descendants(u) for u in products))
+    if any(id(n) in after for v in values for n in v.inputs):
         return False
     widths = [int(shape(v)[-1]) for v in values]
     ends = np.cumsum(widths)

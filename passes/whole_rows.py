@@ -23,13 +23,13 @@ from coda_edge.ir import (
     Tensor,
     constant_value,
     in_order,
+    is_output,
     made_by,
     producer,
     remove_dead,
     same_shape,
     set_shape,
     shape,
-    sole_consumer,
     sort,
 )
 from coda_edge.symbolic import Dim, same, simplify
@@ -124,7 +124,12 @@ class _Match:
                 stack += [t for t in node.inputs if not _moves(node) or node.op == "Concat" or t is node.inputs[0]]
             else:
                 self.operands[id(tensor)] = tensor
-        return bool(self.starts) and self._drop_others() and all(self._pads(t, rows) for t in self.operands.values())
+        return (
+            bool(self.starts)
+            and self._drop_others()
+            and bool(self.nodes)
+            and all(self._pads(t, rows) for t in self.operands.values())
+        )
 
     def _within(self, node: gs.Node) -> bool:
         out = node.outputs[0]
@@ -148,9 +153,8 @@ class _Match:
             if id(t) not in reached and (i == 0 or not _moves(n) or n.op == "Concat")
         }
         users = {id(n) for n in (*inside, self.join)}
-        return all(id(u) in users for n in inside for u in n.outputs[0].outputs) and all(
-            sole_consumer(self.graph, n.outputs[0]) is not None or n.outputs[0].outputs for n in inside
-        )
+        made = [n.outputs[0] for n in inside]
+        return all(id(u) in users for t in made for u in t.outputs) and not any(is_output(self.graph, t) for t in made)
 
     def _pads(self, tensor: Tensor, rows: Dim) -> bool:
         """Whether an operand has one row, or as many as it needs and numbers besides."""

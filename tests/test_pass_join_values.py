@@ -44,3 +44,11 @@ def test_probabilities_that_others_read_stay(tail: str, outputs: str) -> None:
     done = rewrite(model(graph(tail, outputs=outputs), numbers), [join_values.PASS])
     assert done.log.rewrites["join_values"] == 0
     assert done.error(feeds(2, 3, 4)) == 0.0
+
+
+def test_a_product_of_the_other_product_stays() -> None:
+    """``p @ (p @ v)``: neither can wait for the other."""
+    text = "g (float[B, 7, 7] q, float[B, 7, 4] v) => (float[B, 7, 4] y) { p = Softmax(q) u = MatMul(p, v) t = Tanh(u) y = MatMul(p, t) }"
+    done = rewrite(model(text), [join_values.PASS])
+    assert done.log.rewrites["join_values"] == 0
+    assert done.error({"q": normal(2, 7, 7), "v": normal(2, 7, 4, seed=1)}) == 0.0

@@ -93,6 +93,18 @@ def test_what_is_no_such_thing_stays(body: str) -> None:
         assert done.log.rewrites["whole_rows"] == 0 and "Where" not in done.ops()
 
 
+@pytest.mark.parametrize(
+    ("rest", "outputs"),
+    [("m = Slice(x, n, end, axis) r = Neg(m)", f", float[B, 3, 5, {_D}] r"), ("r = Slice(x, n, end, axis)", "")],
+    ids=["returned", "nothing is done"],
+)
+def test_rows_that_are_returned_or_only_cut_stay(rest: str, outputs: str) -> None:
+    text = f"g (float[B, 3, 7, {_D}] x) => (float[B, 3, 7, {_D}] y{outputs}) {{ p = Slice(x, zero, n, axis) {rest} y = Concat <axis = 2> (p, r) }}"
+    done = rewrite(model(text, _CONSTANTS), [whole_rows.PASS])
+    assert done.log.rewrites["whole_rows"] == 0
+    assert done.error({"x": normal(2, 3, 7, _D)}) == 0.0
+
+
 def test_a_rotation_of_all_but_class_tokens_is_an_epilogue() -> None:
     body = (
         "f = MatMul(z, w) fs = Reshape(f, split) qt = Transpose <perm = [0, 2, 1, 3]> (fs) e = MatMul(z, wk) es = Reshape(e, split) "
