@@ -202,7 +202,9 @@ def _packed(stored: Array, zero: Array | None, quantum: Array | None, dims: tupl
         blocks[0] = None
     if any(b is not None and b.numbers.size * _FEWEST > numbers.size for b in blocks):
         return None
-    return Weight(np.ascontiguousarray(numbers).astype(dtype), None, None, *blocks)
+    if numbers.dtype != dtype:  # by way of float32: there is no cast between two types of few bits
+        numbers = numbers.astype(np.float32, copy=False).astype(dtype)
+    return Weight(np.ascontiguousarray(numbers), None, None, *blocks)
 
 
 def dequantised(

@@ -27,7 +27,16 @@ from coda_edge.lower.kernel import KernelCall
 from coda_edge.session import Session
 from coda_edge.symbolic import symbol
 from coda_edge.verify import Verifier, ort_session
-from coda_edge.weights import Blocks, FactoredConstant, Weight, choose_columns, factored, narrowest, weight_of
+from coda_edge.weights import (
+    Blocks,
+    FactoredConstant,
+    Weight,
+    choose_columns,
+    factored,
+    narrowest,
+    quantised,
+    weight_of,
+)
 
 _BF16, _INT4, _UINT4 = (np.dtype(t) for t in (ml_dtypes.bfloat16, ml_dtypes.int4, ml_dtypes.uint4))
 
@@ -111,6 +120,17 @@ WEIGHTS = {
         _whole(k, n, -8, 8).astype(_INT4), None, None, *(Blocks(b.numbers / 2, b.sizes) for b in _blocks(k, n, 5))
     ),
 }
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.uint4, np.uint8, np.int8])
+def test_numbers_that_a_narrower_type_holds_are_stored_in_it(dtype: type) -> None:
+    """Zero points that are no whole numbers, so that the numbers stay as they are."""
+    stored = np.random.default_rng(0).integers(0, 8, (64, 32)).astype(dtype)
+    zero, quantum = np.full((1, 32), 2.5, np.float32), np.full((1, 32), 0.125, np.float32)
+    values = (stored.astype(np.float32) - zero) * quantum
+    weight = quantised(values, stored, zero, quantum)
+    assert weight is not None and weight.stored.dtype == ml_dtypes.int4
+    assert np.array_equal(weight.value(), values)
 
 
 def _whole(k: int, n: int, low: int, high: int) -> np.ndarray:
