@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
 
@@ -59,6 +60,8 @@ def of_program(program: EpilogueProgram) -> dict[str, Interval]:
     """The interval of each value of an epilogue program."""
     found = {p.name: of_dtype(np.dtype(_DTYPES[p.dtype])) if p.dtype in _DTYPES else ANY for p in program.params}
 
+    dtypes = program.dtypes()
+
     def argument(value: Argument) -> Interval:
         return found[value] if isinstance(value, str) else Interval(value, value, value == round(value))
 
@@ -68,7 +71,7 @@ def of_program(program: EpilogueProgram) -> dict[str, Interval]:
             to = str(step.attr("to"))
             result = _cast(args[0], np.dtype(_DTYPES.get(to, np.float32)))
         else:
-            result = _RULES.get(step.op, _unknown)(args)
+            result = _wrapped(_RULES.get(step.op, _unknown)(args), _DTYPES.get(dtypes[step.names[0]]))
         found |= dict.fromkeys(step.names, result)
     return found
 
@@ -95,13 +98,19 @@ def of_body(body: gs.Graph) -> dict[int, Interval]:
             elif node.op == "Concat":
                 result = _union(args)
             elif node.op in ELEMENTWISE:
-                result = _RULES.get(ELEMENTWISE[node.op], _unknown)(args)
+                result = _wrapped(_RULES.get(ELEMENTWISE[node.op], _unknown)(args), node.outputs[0].dtype)
         found |= {id(t): result for t in node.outputs}
     return found
 
 
 def _unknown(args: Sequence[Interval]) -> Interval:
     return ANY
+
+
+def _wrapped(x: Interval, dtype: npt.DTypeLike) -> Interval:
+    """``x`` as ``dtype`` holds it: whole numbers beyond an integer's limits come out as others."""
+    limits = ANY if dtype is None else of_dtype(np.dtype(dtype))
+    return limits if x.low < limits.low or x.high > limits.high else x
 
 
 def _cast(x: Interval, dtype: np.dtype[Any]) -> Interval:

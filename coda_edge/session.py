@@ -242,7 +242,7 @@ class Session:
                 raise ShapeError(
                     f"output '{name}' is to be written to {array.dtype} {list(array.shape)}, expected {dtype} {list(shape)}"
                 )
-            if not device and not (array.flags.c_contiguous and array.flags.aligned and array.flags.writeable):
+            if not (array.writeable if device else array.flags.carray):
                 raise ShapeError(f"output '{name}' needs an array that is contiguous, aligned and writeable")
             arrays[i] = array
         return arrays

@@ -140,9 +140,9 @@ def test_arrays_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     script = """
 import sys, numpy as np, coda_edge
 class Device:
-    def __init__(self, array, strides=None):
+    def __init__(self, array, strides=None, constant=False):
         self.array = array
-        self.__cuda_array_interface__ = {"data": (array.ctypes.data, False), "shape": array.shape, "typestr": array.dtype.str,
+        self.__cuda_array_interface__ = {"data": (array.ctypes.data, constant), "shape": array.shape, "typestr": array.dtype.str,
                                          "strides": strides, "version": 3}
 session = coda_edge.Session(sys.argv[1] + "/model.coda")
 ids, y = Device(np.array([4, 0])), Device(np.zeros((2, 2), np.float32))
@@ -152,12 +152,17 @@ try:
     session.run(None, {"ids": Device(np.array([4, 0, 1]), (16,))})
 except coda_edge.errors.ShapeError as error:
     print(error)
+try:
+    session.run(None, {"ids": ids}, {"y": Device(y.array, constant=True)})
+except coda_edge.errors.ShapeError as error:
+    print(error)
 print([(p.name, p.ns >= 0) for p in session.profile({"ids": np.array([1])}, 3)])
 """
     done = fake.process(tmp_path, script)
     assert done.stdout.splitlines() == [
         "[[8.0, 9.0], [0.0, 1.0]]",
         "input 'ids' is an array on a GPU with gaps or another order: make it contiguous",
+        "output 'y' needs an array that is contiguous, aligned and writeable",
         "[('map', True)]",
     ], done.stderr
 

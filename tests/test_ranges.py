@@ -51,6 +51,15 @@ def test_operands_of_programs_are_as_wide_as_their_dtype() -> None:
     assert _of("v0 = cast x to=f32", params=", x: tile i64") == ANY  # which float32 rounds
 
 
+def test_integers_wrap() -> None:
+    """uint8 arithmetic beyond its limits gives any uint8; within them, what it gives."""
+    x, y, z = (gs.Variable(name, np.dtype(np.uint8), ["n"]) for name in "xyz")
+    half, few = (gs.Constant(name, np.array(v, np.uint8)) for name, v in (("half", 128), ("few", 7)))
+    body = gs.Graph([gs.Node("Sub", inputs=[x, half], outputs=[y]), gs.Node("Min", inputs=[y, few], outputs=[z])], [x])
+    assert [of_body(body)[id(t)] for t in (y, z)] == [Interval(0, 255, True), Interval(0, 7, True)]
+    assert _of("v0 = cast x to=u8", "v1 = add v0 v0", params=", x: tile u8") == Interval(0, 255, True)
+
+
 def test_intervals_hold_what_programs_compute() -> None:
     program = EpilogueProgram.parse(
         "(acc: tile f32) -> (y: tile = v6) {\n  v0 = min acc 3.0\n  v1 = max v0 -5.0\n  v2 = mul v1 v1\n"
