@@ -20,7 +20,7 @@ from .epilogue.program import Argument, EpilogueProgram
 from .ir import ELEMENTWISE, VIEWS, Array, Tensor, constant_value, in_order
 
 _MOVES = frozenset({*VIEWS, "Transpose", "Slice", "Gather", "GatherND", "GatherElements", "Expand", "Tile", "Identity"})
-_DTYPES = {"i8": np.int8, "u8": np.uint8, "i32": np.int32, "i64": np.int64}
+_DTYPES: dict[str, npt.DTypeLike] = {"i8": np.int8, "u8": np.uint8, "i32": np.int32, "i64": np.int64}
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _unknown(args: Sequence[Interval]) -> Interval:
     return ANY
 
 
-def _wrapped(x: Interval, dtype: npt.DTypeLike) -> Interval:
+def _wrapped(x: Interval, dtype: npt.DTypeLike | None) -> Interval:
     """``x`` as ``dtype`` holds it: whole numbers beyond an integer's limits come out as others."""
     limits = ANY if dtype is None else of_dtype(np.dtype(dtype))
     return limits if x.low < limits.low or x.high > limits.high else x

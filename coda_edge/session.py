@@ -231,6 +231,7 @@ class Session:
     ) -> dict[int, npt.NDArray[Any]]:
         """The caller's arrays by the numbers of their outputs."""
         arrays: dict[int, npt.NDArray[Any]] = {}
+        array: Any
         for i, (name, array) in zip(self._wanted(list(outputs)), outputs.items(), strict=True):
             dtype, shape = self._outputs[i].dtype, shapes[i]
             device = on_device(array)
