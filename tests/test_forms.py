@@ -20,7 +20,7 @@ from coda_edge.bundle import TensorInfo
 from coda_edge.cli import main
 from coda_edge.errors import TargetError
 from coda_edge.forms import Files, package
-from coda_edge.forms.compiled import identifier
+from coda_edge.forms.compiled import default_name, identifier
 from coda_edge.forms.linked import LinkedModel
 
 NAME = "bert.sdpa.ts17"
@@ -193,3 +193,8 @@ def test_command(model: Path, tmp_path: Path) -> None:
 
 def test_identifiers() -> None:
     assert [identifier(t) for t in ("a b.c", "7b", "…", "MiniLM-L6")] == ["a_b_c", "m7b", "model", "minilm_l6"]
+
+
+def test_names_of_graphs_are_no_paths() -> None:
+    assert [default_name(b"", name) for name in ("../a/b", "", "main_graph")] == ["a_b", "model", "main_graph"]
+    assert default_name("folder/Some-1.onnx", "main_graph") == "Some-1"

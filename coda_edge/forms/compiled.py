@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 
 from .. import __version__, frontend
 from ..bundle import writer
@@ -98,7 +97,7 @@ def compile_model(
     unique = {kernel.symbol: kernel for kernel in lowered.kernels}
     metadata = {"producer": f"coda-edge {__version__}", "target": target.name, "model": loaded.graph.name}
     return Compiled(
-        name=identifier(name or default_name(model, loaded)),
+        name=identifier(name or default_name(model, loaded.graph.name)),
         target=target,
         plan=lowered.plan,
         constants=np.ascontiguousarray(lowered.constants),
@@ -114,6 +113,6 @@ def identifier(text: str) -> str:
     return f"m{name}" if name[0].isdigit() else name.lower()
 
 
-def default_name(model: Model, loaded: onnx.ModelProto) -> str:
-    """What a model is called: its file, or its graph."""
-    return Path(model).stem if isinstance(model, (str, os.PathLike)) else loaded.graph.name
+def default_name(model: Model, graph: str) -> str:
+    """What a model is called: as its file, or else as its ``graph``, of which folders are no part."""
+    return Path(model).stem if isinstance(model, (str, os.PathLike)) else identifier(graph)

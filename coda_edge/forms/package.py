@@ -88,7 +88,7 @@ def _bundle(request: _Request) -> Files:
     from .compiled import default_name
 
     optimized = optimize(request.model, request.target, request.shapes, request.verify, request.progress)
-    name = request.name or default_name(request.model, optimized.model)
+    name = request.name or default_name(request.model, optimized.graph.name)
     return Files(name, {f"{name}.coda": to_bytes(optimized.bundle)}, optimized.report.max_rel_error)
 
 
