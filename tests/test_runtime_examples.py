@@ -34,6 +34,18 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of more outputs than the examples have room for."""
+    p = handmade.HandPlan()
+    ids, table = p.input("input_ids", "int64", "batch", "seq"), p.constant(handmade.encoder_table())
+    for i in range(9):
+        p.step("gather", [table, ids, p.output(f"y{i}", "float32", "batch", "seq", 6)], [11, 6], "batch*seq")
+    path = tmp_path_factory.mktemp("bundle") / "other.coda"
+    write(p.bundle(), path)
+    return path
+
+
 def _tool(name: str) -> str:
     tool = shutil.which(name)
     if not tool:
@@ -55,9 +67,15 @@ def _check(bundle: Path, *program: str | Path) -> None:
     assert failed.returncode == 1 and "index is out of range" in failed.stderr
 
 
-def test_c(bundle: Path, tmp_path: Path) -> None:
+def _check_refused(bundle: Path, *program: str | Path) -> None:
+    done = subprocess.run([*map(str, program), str(bundle), "1", "5"], capture_output=True, text=True)
+    assert done.returncode == 1 and "is no encoder of sentences" in done.stderr
+
+
+def test_c(bundle: Path, other: Path, tmp_path: Path) -> None:
     _build(_tool("cc"), "-std=c11", *WARNINGS, EXAMPLES / "embed.c", *LINK, "-o", tmp_path / "embed")
     _check(bundle, tmp_path / "embed")
+    _check_refused(other, tmp_path / "embed")
 
 
 def test_cpp(bundle: Path, tmp_path: Path) -> None:
@@ -71,7 +89,7 @@ def test_rust(bundle: Path, tmp_path: Path) -> None:
     _check(bundle, tmp_path / "embed")
 
 
-def test_java(bundle: Path, tmp_path: Path) -> None:
+def test_java(bundle: Path, other: Path, tmp_path: Path) -> None:
     headers = Path(_tool("javac")).resolve().parent.parent / "include"
     if not (headers / "jni.h").exists():
         pytest.skip(f"there is no jni.h in {headers}")
@@ -79,7 +97,9 @@ def test_java(bundle: Path, tmp_path: Path) -> None:
     output = tmp_path / "libcoda_embed.so"
     _build(_tool("cc"), "-std=c11", "-shared", "-fPIC", *WARNINGS, *java, source, *LINK, "-o", output)
     _build(_tool("javac"), "-d", tmp_path, EXAMPLES / "jni/Embed.java")
-    _check(bundle, _tool("java"), f"-Djava.library.path={tmp_path}", "-cp", tmp_path, "Embed")
+    program = (_tool("java"), f"-Djava.library.path={tmp_path}", "-cp", tmp_path, "Embed")
+    _check(bundle, *program)
+    _check_refused(other, *program)
 
 
 def test_swift_imports_the_header(tmp_path: Path) -> None:

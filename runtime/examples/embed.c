@@ -5,6 +5,7 @@
  * The model takes int64 tensors [batch, sequence]: token ids, a mask (1: a token), and others (token types) that may be
  * 0; its first output is float32 [batch, sequence, width].
  */
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,8 +17,15 @@ static int fail(const coda_error *error) {
   return 1;
 }
 
+enum { MAX_TOKENS = 512, MAX_TENSORS = 8 };
+
+static bool is_encoder(const coda_model *model) {
+  const coda_tensor_info *first = coda_model_output(model, 0);
+  return coda_model_input_count(model) <= MAX_TENSORS && coda_model_output_count(model) <= MAX_TENSORS && first &&
+         first->dtype == CODA_FLOAT32 && first->rank == 3;
+}
+
 int main(int count, char **words) {
-  enum { MAX_TOKENS = 512, MAX_TENSORS = 8 };
   static int64_t ids[MAX_TOKENS], ones[MAX_TOKENS], zeros[MAX_TOKENS];
   coda_tensor inputs[MAX_TENSORS] = {0}, outputs[MAX_TENSORS] = {0};
   coda_model *model;
@@ -34,7 +42,11 @@ int main(int count, char **words) {
   }
   if (coda_model_open(words[1], NULL, &model, &error))
     return fail(&error);
-  for (size_t i = 0; i < coda_model_input_count(model) && i < MAX_TENSORS; i++) {
+  if (!is_encoder(model)) {
+    fprintf(stderr, "embed: %s is no encoder of sentences\n", words[1]);
+    return 1;
+  }
+  for (size_t i = 0; i < coda_model_input_count(model); i++) {
     const char *name = coda_model_input(model, i)->name;
     int64_t *data = strstr(name, "mask") ? ones : strstr(name, "ids") && !strstr(name, "type") ? ids : zeros;
     inputs[i] = (coda_tensor){.data = data, .bytes = sizeof ids, .dtype = CODA_INT64, .rank = 2, .dims = {1, tokens}};

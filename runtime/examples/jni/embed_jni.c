@@ -1,5 +1,6 @@
 /* The native part of Embed.java, for Java and Kotlin, on Android too: libcoda_embed.so, linked with the runtime. */
 #include <jni.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -12,6 +13,12 @@ static jfloatArray fail(JNIEnv *env, const char *message) {
   if (type)
     (*env)->ThrowNew(env, type, message);
   return NULL;
+}
+
+static bool is_encoder(const coda_model *model) {
+  const coda_tensor_info *first = coda_model_output(model, 0);
+  return coda_model_input_count(model) <= MAX_TENSORS && coda_model_output_count(model) <= MAX_TENSORS && first &&
+         first->dtype == CODA_FLOAT32 && first->rank == 3;
 }
 
 static jfloatArray mean(JNIEnv *env, const coda_tensor *hidden) {
@@ -38,13 +45,14 @@ JNIEXPORT jfloatArray JNICALL Java_Embed_embed(JNIEnv *env, jclass self, jstring
   const jsize count = (*env)->GetArrayLength(env, tokens);
   int64_t *memory = calloc(3 * (size_t)count + 1, sizeof *memory);
   const char *name = (*env)->GetStringUTFChars(env, path, NULL);
-  if (memory && name && coda_model_open(name, NULL, &model, &error) == CODA_OK &&
-      coda_session_create(model, NULL, &session, &error) == CODA_OK) {
+  if (memory && name && coda_model_open(name, NULL, &model, &error) == CODA_OK && !is_encoder(model))
+    strcpy(error.message, "the bundle is no encoder of sentences");
+  else if (model && coda_session_create(model, NULL, &session, &error) == CODA_OK) {
     int64_t *const ids = memory, *const ones = memory + count, *const zeros = memory + 2 * count;
     (*env)->GetLongArrayRegion(env, tokens, 0, count, (jlong *)ids);
     for (jsize i = 0; i < count; i++)
       ones[i] = 1;
-    for (size_t i = 0; i < coda_model_input_count(model) && i < MAX_TENSORS; i++) {
+    for (size_t i = 0; i < coda_model_input_count(model); i++) {
       const char *input = coda_model_input(model, i)->name;
       int64_t *data = strstr(input, "mask") ? ones : strstr(input, "type") ? zeros : ids;
       inputs[i] = (coda_tensor){data, (size_t)count * sizeof *data, CODA_INT64, 2, {1, count}};
