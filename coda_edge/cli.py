@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import __version__, cli_package, cli_sign, cli_survey, cli_tune
 from .errors import CodaError
-from .files import creatable, existing, load_arrays, save_arrays
+from .files import apart, creatable, existing, load_arrays, save_arrays
 
 if TYPE_CHECKING:
     from .bench import BenchResult
@@ -140,7 +140,7 @@ def main(ctx: click.Context) -> None:
 @click.option(
     "--tune",
     "tune_seconds",
-    type=click.FloatRange(1),
+    type=cli_tune.Seconds(),
     help="First measure schedules here, for so many seconds at most.",
 )
 @cli_tune.database_option
@@ -163,6 +163,7 @@ def optimize(
     bundle = creatable(output or existing(model).with_suffix(".coda"))
     if onnx_output:
         creatable(onnx_output)
+    cli_package.apart_from_model([bundle, *cli_package.onnx_files(onnx_output)], existing(model))
     with _progress() as advance:
         if tune_seconds is not None:
             cli_tune.tune_for(tune_seconds, model, target, shapes, database, advance)
@@ -198,7 +199,7 @@ def optimize(
 @_json_option
 def run(bundle: Path, inputs: Path, outputs: Path, threads: int | None, level: str | None, as_json: bool) -> None:
     """Runs BUNDLE once on arrays from a file."""
-    creatable(outputs)
+    apart([creatable(outputs)], [inputs, bundle])
     feeds = load_arrays(inputs)
     with _open(bundle, threads, level) as session:
         names = [o.name for o in session.get_outputs()]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .errors import InvalidModel
-from .files import creatable, existing
+from .files import FileError, apart, creatable, existing
 
 if TYPE_CHECKING:
     from .onnxruntime import Packaged
@@ -83,6 +83,19 @@ def command(
     click.echo(json.dumps(described | {"form": form}) if as_json else "\n".join(lines))
 
 
+def onnx_files(path: Path | None) -> list[Path]:
+    """What a model may be written to whose file is to be ``path``."""
+    return [] if path is None else [path, path.with_name(f"{path.name}.data")]
+
+
+def apart_from_model(written: list[Path], model: Path) -> None:
+    """Raises FileError if one of ``written`` is ``model``, has its weights, or is another one of them."""
+    from .frontend.model import external_files
+
+    weighed = any(path.suffix == ".data" and path.exists() for path in written)
+    apart(written, [model, *(external_files(model) if weighed else [])])
+
+
 _Shown = tuple[dict[str, object], list[str]]
 """The result as JSON has it, and as lines of text."""
 
@@ -91,6 +104,8 @@ def _for_program(request: _Request) -> _Shown:
     from .forms import package
 
     folder = request.output or request.model.with_suffix(f".{request.form}")
+    if folder.exists() and not folder.is_dir():
+        raise FileError(f"{folder}: is a file; name a folder to write to")
     files = package(
         request.model, request.form, request.target, request.name, request.shapes, request.bare, request.verify
     )
@@ -106,6 +121,7 @@ def _for_onnxruntime(request: _Request) -> _Shown:
 
     stem = request.output or request.model.with_suffix(".ort")
     onnx_file, library = (creatable(stem.with_name(stem.name + suffix)) for suffix in (".onnx", ".so"))
+    apart_from_model([*onnx_files(onnx_file), library], request.model)
     packaged = package(request.model, request.target, request.shapes, request.verify, weights=request.weights)
     packaged.save(onnx_file, library)
     kinds = len(set(packaged.operators.values()))
@@ -125,6 +141,7 @@ def _for_shared_library(request: _Request) -> _Shown:
 
     stem = request.output or request.model.with_suffix(".ort")
     path = creatable(stem.with_name(f"{stem.name}.onnx"))
+    apart_from_model(onnx_files(path), request.model)
     made = package_regions(existing(request.model), request.target, request.shapes, request.verify)
     files = made.save(path)
     lines = [

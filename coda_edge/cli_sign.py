@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from .files import FileError, creatable, existing
+from .files import FileError, atomic, creatable, existing
 
 _PATH = click.Path(path_type=Path)
 
@@ -19,14 +19,18 @@ def keygen(key: Path) -> None:
     from .bundle.signature import generate_keys
 
     public = creatable(key.with_name(f"{key.name}.pub"))
-    if creatable(key).exists():
-        raise FileError(
-            f"{key}: exists already, and what it signed could not be signed again without it: take another name"
-        )
+    for path, loss in (
+        (creatable(key), "what it signed could not be signed again"),
+        (public, "what needs it could not be opened"),
+    ):
+        if path.exists():
+            raise FileError(f"{path}: exists already, and {loss} without it: take another name")
     secret, shown = generate_keys()
-    with os.fdopen(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(secret)
-    public.write_bytes(shown)
+    with atomic(key) as part:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secret)
+        with atomic(public) as public_part:
+            public_part.write_bytes(shown)
     click.echo(f"{key} and {public}: public key {shown.hex()}")
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -28,10 +29,24 @@ database_option = click.option(
 _INPUT = click.Path(path_type=Path)
 
 
+class Seconds(click.FloatRange):
+    """Seconds, one at least."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number; a usage error for what is none."""
+        seconds = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail("nan is not a number of seconds.", param, ctx)
+        return seconds
+
+
 @click.command("tune")
 @click.argument("model", type=_INPUT)
 @click.option("--target", default="native", show_default=True, help="What to tune for; see coda-edge targets.")
-@click.option("--seconds", type=click.FloatRange(1), help="Begin nothing more after so many seconds.")
+@click.option("--seconds", type=Seconds(), help="Begin nothing more after so many seconds.")
 @click.option(
     "--length",
     "lengths",

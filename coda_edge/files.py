@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,40 @@ def existing(path: Path) -> Path:
 
 
 def creatable(path: Path) -> Path:
-    """``path``; raises FileError if it cannot be made: its folder is missing, or it is a folder itself."""
+    """``path``; raises FileError if no file can be put there: its folder is missing or cannot be written, or it is a folder or device itself."""
     if path.is_dir():
         raise FileError(f"{path}: is a folder; name a file to write")
     if not path.parent.is_dir():
         raise FileError(f"{path}: the folder {path.parent} does not exist")
+    if path.exists() and not path.is_file():
+        raise FileError(
+            f"{path}: is a device or a pipe, which a whole file cannot take the place of; name a file to write"
+        )
+    if not os.access(path.parent, os.W_OK):
+        raise FileError(f"{path}: the folder {path.parent} cannot be written")
     return path
+
+
+def made_folder(path: Path) -> Path:
+    """``path``, made with those above it unless it is there; raises FileError if it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise FileError(f"{path}: the folder cannot be made: {e.strerror or e}") from e
+    return path
+
+
+def apart(written: Iterable[Path], read: Iterable[Path]) -> None:
+    """Raises FileError if a file is to be written that is read too, or that another one is to be written to."""
+    sources = {path.resolve() for path in read}
+    seen: set[Path] = set()
+    for path in written:
+        real = path.resolve()
+        if real in sources:
+            raise FileError(f"{path}: is what is read here and would be lost; name another file to write")
+        if real in seen:
+            raise FileError(f"{path}: is to be written twice; name different files")
+        seen.add(real)
 
 
 @contextmanager
@@ -48,7 +76,8 @@ def atomic(path: Path) -> Iterator[Path]:
     except OSError as e:
         raise FileError(f"{path}: cannot be written: {e.strerror or e}") from e
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def load_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:

@@ -105,6 +105,9 @@ def test_commands(tmp_path: Path) -> None:
     assert key.stat().st_mode & 0o077 == 0
     again = CliRunner().invoke(main, ["keygen", str(key)])
     assert again.exit_code == 1 and "exists already" in again.stderr
+    (tmp_path / "other.pub").write_bytes(b"of another key")
+    other = CliRunner().invoke(main, ["keygen", str(tmp_path / "other")])
+    assert other.exit_code == 1 and "exists already" in other.stderr and not (tmp_path / "other").exists()
     done = CliRunner().invoke(main, ["sign", str(bundle), "--key", str(key)])
     public = (tmp_path / "release.key.pub").read_bytes()
     assert done.exit_code == 0 and public.hex() in done.stdout

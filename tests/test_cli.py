@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ import pytest
 from click.testing import CliRunner, Result
 from onnx import TensorProto, helper
 
-from coda_edge.bundle import to_bytes
+from coda_edge.bundle import read, to_bytes, write
 from coda_edge.cli import main
+from coda_edge.files import FileError, made_folder
 from coda_edge.inputs import generate_inputs
 from coda_edge.targets import get
 
@@ -235,6 +238,64 @@ def test_errors_name_what_is_wrong(command: Command, tiny_model: Path, tmp_path:
     line = _failed(command("optimize", tiny_model, "-o", tmp_path / "x.coda", "--shape", "ids=1x2"))
     assert line.startswith("ShapeError: ") and "ids" in line and "input_ids" in line
     assert not list(tmp_path.iterdir())
+
+
+def test_nothing_that_is_read_is_written_over(
+    command: Command, optimized: tuple[Path, Path, dict[str, Any]], tiny_model: Path, tmp_path: Path
+) -> None:
+    model = onnx.load(tiny_model)
+    onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="k.onnx.data", size_threshold=0)
+    link = tmp_path / "link.onnx"
+    link.symlink_to("m.onnx")
+    bundle = tmp_path / "b.coda"
+    bundle.write_bytes(optimized[0].read_bytes())
+    np.savez(tmp_path / "in.npz", x=np.zeros(1))
+    before = {f: f.read_bytes() for f in tmp_path.iterdir()}
+    lost, twice = "is what is read here", "is to be written twice"
+    for reason, arguments in (
+        (lost, ("optimize", link, "-o", tmp_path / "m.onnx")),
+        (lost, ("optimize", tmp_path / "m.onnx", "--onnx", link)),
+        (lost, ("optimize", tmp_path / "m.onnx", "--onnx", tmp_path / "k.onnx")),
+        (twice, ("optimize", tmp_path / "m.onnx", "--onnx", tmp_path / "o", "-o", tmp_path / "o")),
+        (lost, ("package", tmp_path / "m.onnx", "-o", tmp_path / "m")),
+        (lost, ("package", tmp_path / "m.onnx", "-o", tmp_path / "k")),
+        (lost, ("package", tmp_path / "m.onnx", "--form", "ort-bundle", "-o", tmp_path / "k")),
+        (lost, ("run", bundle, "--inputs", tmp_path / "in.npz", "--outputs", bundle)),
+        (lost, ("run", bundle, "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "in.npz")),
+    ):
+        line = _failed(command(*arguments))
+        assert line.startswith("FileError: ") and reason in line
+    assert {f: f.read_bytes() for f in tmp_path.iterdir()} == before
+
+
+def test_what_is_no_file_is_not_replaced_by_one(command: Command, tiny_model: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    line = _failed(command("optimize", tiny_model, "-o", tmp_path / "pipe"))
+    assert line.startswith(f"FileError: {tmp_path}/pipe: is a device or a pipe")
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "file").touch()
+    line = _failed(command("package", tiny_model, "--form", "bundle", "-o", tmp_path / "file"))
+    assert line == f"FileError: {tmp_path}/file: is a file; name a folder to write to"
+    with pytest.raises(FileError, match="file/x: the folder cannot be made: Not a directory"):
+        made_folder(tmp_path / "file" / "x")
+
+
+def test_a_disk_that_is_full_is_one_line(optimized: tuple[Path, Path, dict[str, Any]], tmp_path: Path) -> None:
+    bundle = read(optimized[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(FileError, match=r"m\.coda: cannot be written: File too large"):
+            write(bundle, tmp_path / "m.coda")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+
+
+def test_seconds_are_a_number(command: Command, tiny_model: Path) -> None:
+    for arguments in (("optimize", tiny_model, "--tune", "nan"), ("tune", tiny_model, "--seconds", "nan")):
+        result = command(*arguments)
+        assert result.exit_code == 2 and "nan is not a number of seconds" in result.stderr
 
 
 def test_an_error_in_json_is_still_one_object(command: Command, tmp_path: Path) -> None:

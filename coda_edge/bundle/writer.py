@@ -10,6 +10,7 @@ from pathlib import Path
 from struct import error as StructError
 
 from ..errors import BundleError
+from ..files import FileError, creatable
 from . import format as fmt
 from .plan import Bundle, ExecutionPlan, Level, TensorInfo
 
@@ -19,10 +20,17 @@ def write(bundle: Bundle, path: str | os.PathLike[str], durable: bool = True) ->
 
     ``durable``: so too if the machine stops right then, which a file for the time being need not be.
 
-    Raises ``BundleError`` for a plan that the format cannot hold, and ``OSError`` where the file cannot be written.
+    Raises ``BundleError`` for a plan that the format cannot hold, and ``FileError`` where the file cannot be written.
     """
-    target = Path(path)
+    target = creatable(Path(path))
     parts = _parts(bundle)
+    try:
+        _replace(target, parts, durable)
+    except OSError as e:
+        raise FileError(f"{target}: cannot be written: {e.strerror or e}") from e
+
+
+def _replace(target: Path, parts: Sequence[bytes | memoryview], durable: bool) -> None:
     descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:

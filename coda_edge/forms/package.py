@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .. import __version__
 from ..errors import TargetError
-from ..files import atomic
+from ..files import atomic, made_folder
 from ..targets import Target, get
 from ..targets.target import LINUX
 from . import sources, toolchain
@@ -31,9 +31,9 @@ class Files:
     max_rel_error: float | None
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes each file into ``folder``, whole or not at all."""
+        """Writes each file into ``folder``, whole or not at all. Raises FileError where that cannot be."""
         for name, data in self.contents.items():
-            Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
+            made_folder(Path(folder, name).parent)
             with atomic(Path(folder, name)) as part:
                 part.write_bytes(data)
 

@@ -82,6 +82,16 @@ def _read(source: Source) -> tuple[onnx.ModelProto, str]:
     return model, name
 
 
+def external_files(path: Path) -> list[Path]:
+    """The files beside the model at ``path`` that its initializers are in; none if it cannot be read."""
+    try:
+        graph = onnx.load(path, load_external_data=False).graph
+    except (DecodeError, ValueError, OSError):
+        return []
+    names = {e.value for t in graph.initializer for e in t.external_data if e.key == "location"}
+    return [path.parent / name for name in sorted(names)]
+
+
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
