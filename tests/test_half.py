@@ -282,6 +282,24 @@ _TESTS = {
 }
 
 
+def test_infinities_of_a_model_are_asked_for(tmp_path) -> None:
+    """A mask is infinite though nothing overflows: whether it is so anywhere is computed."""
+    m = model(
+        """
+        g (float16[n, 4] x, bool[n, 4] m) => (float16[n, 4] y) {
+            h = Where (m, x, lowest) i = IsInf (h) k = Cast <to = 7> (i) r = ReduceMax <keepdims = 0> (k) any = Cast <to = 9> (r)
+            y = Where (any, zero, h)
+        }
+        """,
+        {"lowest": np.array([1, -np.inf, np.nan, 2], np.float16), "zero": np.float16(0)},
+    )
+    x = normal(3, 4).astype(np.float16)
+    with _session(optimize(m), tmp_path) as session:
+        for mask in (np.ones((3, 4), bool), np.arange(12).reshape(3, 4) != 5):
+            (y,) = session.run(None, {"x": x, "m": mask})
+            assert np.array_equal(y, x if mask.all() else np.zeros_like(x))
+
+
 @pytest.mark.parametrize("case", _TESTS)
 def test_a_clamp_against_overflow_costs_no_kernel(case: str) -> None:
     """As in T5: the bound is lower if anything is infinite, which in float32 nothing becomes."""

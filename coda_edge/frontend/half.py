@@ -83,9 +83,9 @@ def import_promoted(model: onnx.ModelProto) -> gs.Graph:
 
 
 def _pass_overflow_tests(graph: gs.Graph) -> None:
-    """Whether any element of what the model has computed is infinite: none is."""
+    """Whether any element of what the model has computed is infinite: none is, but where the model itself has infinities."""
     editor = ir.GraphEditor(graph)
-    inputs = {id(t) for t in graph.inputs}
+    inputs = {id(t) for t in graph.inputs} | _behind_infinities(graph)
     for node in graph.nodes:
         if node.op != "IsInf" or node.domain or not node.outputs[0].outputs:
             continue
@@ -96,6 +96,27 @@ def _pass_overflow_tests(graph: gs.Graph) -> None:
             continue
         if all(_asks_for_any(user) for user in ir.consumers(node.outputs[0])):
             editor.replace(node.outputs[0], editor.constant(f"{node.outputs[0].name}.none", np.zeros(1, np.bool_)))
+
+
+def _behind_infinities(graph: gs.Graph) -> set[int]:
+    """The ids of the tensors that infinite constants may be in."""
+    found: set[int] = set()
+    for node in ir.in_order(graph):
+        if any(id(t) in found or _is_infinite(t) for t in node.inputs) or any(map(_is_infinite, node.attrs.values())):
+            found.update(map(id, node.outputs))
+    return found
+
+
+def _is_infinite(value: object) -> bool:
+    """Whether a constant has an infinite element; graphs within a node are taken to."""
+    if isinstance(value, gs.Constant):
+        value = np.asarray(value.values)
+        return bool(
+            value.size
+            and value.dtype.kind == "f"
+            and np.isinf([np.fmin.reduce(value, None), np.fmax.reduce(value, None)]).any()
+        )
+    return isinstance(value, gs.Graph) or (isinstance(value, float) and np.isinf(value))
 
 
 def _asks_for_any(node: gs.Node) -> bool:
