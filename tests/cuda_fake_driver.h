@@ -32,7 +32,7 @@ static int shared_allowed = 48 << 10;
 extern "C" {
 extern const fake::Kernel KERNELS[];
 extern const int KERNEL_COUNT;
-int fake_graphs, fake_graph_launches, fake_launches;
+int fake_graphs, fake_graph_launches, fake_launches, fake_waits;  // waits: for the stream of number 2
 
 static int devices() {
   const char *text = getenv("FAKE_CUDA_DEVICES");
@@ -74,7 +74,7 @@ int cuMemsetD32Async(uint64_t to, unsigned value, size_t count, void *) {
 }
 int cuStreamCreate(void **stream, unsigned flags) { *stream = new unsigned(flags); return 0; }
 int cuStreamDestroy_v2(void *stream) { delete (unsigned *)stream; return 0; }
-int cuStreamSynchronize(void *) { return 0; }
+int cuStreamSynchronize(void *stream) { fake_waits += stream == (void *)2; return 0; }
 int cuStreamBeginCapture_v2(void *stream, int) {
   if (*(unsigned *)stream != 1) return 906;  // a blocking stream: work on the default stream would break the capture
   fake::capturing = new fake::Graph;

@@ -167,6 +167,24 @@ print([(p.name, p.ns >= 0) for p in session.profile({"ids": np.array([1])}, 3)])
     ], done.stderr
 
 
+def test_arrays_of_other_streams_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.optimized(monkeypatch, gathering(), "cuda-sm80", tmp_path, verify=False)
+    script = """
+import ctypes, sys, numpy as np, coda_edge
+class Device:
+    def __init__(self, array, stream):
+        self.array = array
+        self.__cuda_array_interface__ = {"data": (array.ctypes.data, False), "shape": array.shape, "typestr": array.dtype.str,
+                                         "stream": stream, "version": 3}
+session = coda_edge.Session(sys.argv[1] + "/model.coda")
+waits = ctypes.c_int.in_dll(ctypes.CDLL("libcuda.so.1"), "fake_waits")
+for stream in (None, 1, 2):
+    print(session.run(None, {"ids": Device(np.array([4]), stream)})[0].tolist(), waits.value)
+"""
+    lines = fake.process(tmp_path, script).stdout.splitlines()
+    assert lines == ["[[8.0, 9.0]] 0", "[[8.0, 9.0]] 0", "[[8.0, 9.0]] 1"]
+
+
 def test_numbers_drawn_in_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What differs from run to run is not in a graph."""
     node = helper.make_node("RandomUniformLike", ["x"], ["y"], "draw")
