@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
+import pytest
 from graphs import run, to_model, worst_error
 from onnx import numpy_helper, parser
 
@@ -93,6 +94,92 @@ def test_a_merged_decoder_built() -> None:
                 for ours, theirs in zip(session.run(None, feeds), run(model, feeds), strict=True):
                     assert ours.shape == theirs.shape
                     np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6)
+
+
+def _cross_layer(cached: bool) -> str:
+    """A layer that attends to its own tokens and to an encoder's states, both masked; with a cache, the encoder's keys come from it.
+
+    The rows of the encoder's cache are none with a cache: only the first step's are kept.
+    """
+    mine = "k = Concat <axis = 2> (pk, kn)" if cached else "k = Identity (kn)"
+    theirs = (
+        f"c = Identity (pc) kept = Constant <value = float[0, {HEADS}, 1, {DEPTH}] {{}}> ()"
+        if cached
+        else "c0 = MatMul (states, wc) c1 = Reshape (c0, split) c = Transpose <perm = [0, 2, 1, 3]> (c1) kept = Identity (c)"
+    )
+    return f"""() => (float[B, S, {WORDS}] out, float[B, {HEADS}, T, {DEPTH}] k, float[R, {HEADS}, C, {DEPTH}] kept) {{
+        x = Gather (table, ids)
+        q0 = MatMul (x, wq) k0 = MatMul (x, wk)
+        q1 = Reshape (q0, split) k1 = Reshape (k0, split)
+        q = Transpose <perm = [0, 2, 1, 3]> (q1) kn = Transpose <perm = [0, 2, 1, 3]> (k1)
+        {mine}
+        hide0 = Mul (own_mask, low) hide = Unsqueeze (hide0, axes)
+        kt = Transpose <perm = [0, 1, 3, 2]> (k) s0 = MatMul (q, kt) s = Add (s0, hide) p = Softmax <axis = -1> (s)
+        a = MatMul (p, k) at = Transpose <perm = [0, 2, 1, 3]> (a) am = Reshape (at, merge) h = Add (am, x)
+        {theirs}
+        d0 = MatMul (h, wd) d1 = Reshape (d0, split) d = Transpose <perm = [0, 2, 1, 3]> (d1)
+        hid0 = Mul (mask, low) hid = Unsqueeze (hid0, axes)
+        ct = Transpose <perm = [0, 1, 3, 2]> (c) r0 = MatMul (d, ct) r = Add (r0, hid) u = Softmax <axis = -1> (r)
+        e = MatMul (u, c) et = Transpose <perm = [0, 2, 1, 3]> (e) em = Reshape (et, merge) o = Add (em, h) out = MatMul (o, head)
+    }}"""
+
+
+def _merged_with_encoder() -> onnx.ModelProto:
+    """The cache's rows and the masks' have names of their own, which each branch needs to be other sizes."""
+    model = parser.parse_model(f"""<ir_version: 9, opset_import: ["": 18]> g
+        (float[B, E] mask, float[B, A] own_mask, int64[B, S] ids, float[B, E, {WIDTH}] states, float[B, {HEADS}, P, {DEPTH}] pk,
+            float[B, {HEADS}, F, {DEPTH}] pc, bool[1] use_cache_branch)
+        => (float[B, S, {WORDS}] logits, float[B, {HEADS}, Q, {DEPTH}] present_k, float[R, {HEADS}, G, {DEPTH}] present_c)
+        <int64[4] split = {{0, 0, {HEADS}, {DEPTH}}}, int64[3] merge = {{0, 0, {WIDTH}}}, float low = {{-9}}, int64[2] axes = {{1, 2}}> {{
+            logits, present_k, present_c = If (use_cache_branch)
+                <then_branch = t {_cross_layer(True)}, else_branch = e {_cross_layer(False)}>
+        }}""")
+    rng = np.random.default_rng(1)
+    shapes = dict.fromkeys(("wq", "wk", "wc", "wd"), (WIDTH, WIDTH)) | {"table": (WORDS, WIDTH), "head": (WIDTH, WORDS)}
+    for name, dims in shapes.items():
+        value = (rng.standard_normal(dims) / 4).astype(np.float32)
+        model.graph.initializer.append(numpy_helper.from_array(value, name))
+    return model
+
+
+def _encoder_feeds(batch: int, tokens: int, past: int, states: int, cached: bool) -> dict[str, Array]:
+    """Without a cache, one row of the encoder's cache, as callers do who must give something."""
+    rng = np.random.default_rng(batch + past)
+    own = past + tokens if cached else tokens
+    rows = states if cached else 1
+    return {
+        "mask": rng.integers(0, 2, (batch, states)).astype(np.float32),
+        "own_mask": rng.integers(0, 2, (batch, own)).astype(np.float32),
+        "ids": rng.integers(0, WORDS, (batch, tokens)),
+        "states": rng.standard_normal((batch, states, WIDTH)).astype(np.float32),
+        "pk": rng.standard_normal((batch, HEADS, past, DEPTH)).astype(np.float32),
+        "pc": rng.standard_normal((batch, HEADS, rows, DEPTH)).astype(np.float32),
+        "use_cache_branch": np.asarray([cached]),
+    }
+
+
+ENCODER_CASES = ((1, 1, 5, 4, True), (3, 7, 1, 6, False), (2, 4, 9, 3, True), (3, 2, 0, 5, False), (1, 3, 0, 2, True))
+
+
+def test_sizes_that_one_branch_needs_to_be_equal() -> None:
+    """The dummy rows fed where there is no cache are one; with a cache they are as many as the mask's, or the run is refused."""
+    model = _merged_with_encoder()
+    made = coda_edge.optimize(model)
+    assert not {n.op_type for n in made.model.graph.node} & {"If", "Where"}
+    assert [d.dim_param for d in made.model.graph.input[5].type.tensor_type.shape.dim][2] == "F"
+    with coda_edge.Session(to_bytes(made.bundle)) as session:
+        for case in ENCODER_CASES:
+            feeds = _encoder_feeds(*case)
+            expected = run(model, feeds)
+            assert worst_error(expected, run(made.model, feeds)) <= 1e-6, case
+            for ours, theirs in zip(session.run(None, feeds), expected, strict=True):
+                assert ours.shape == theirs.shape
+                np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6)
+        for name, axis in (("pc", 2), ("own_mask", 1)):
+            feeds = _encoder_feeds(2, 4, 9, 3, True)
+            feeds[name] = np.delete(feeds[name], 0, axis)
+            with pytest.raises(coda_edge.errors.ShapeError, match="two dimensions that must be equal"):
+                session.run(None, feeds)
 
 
 DRAWS = """(float[N, 6] x, bool c) => (float[N, 6] y) {

@@ -4,22 +4,26 @@
 2. One whose condition data decides is computed both ways, and ``Where`` picks each result. Both branches must give results of the same
    dtypes and shapes, and neither may fail or draw random numbers: no gathers or scatters by indices that are computed.
 3. Where they do otherwise, or are large, the branch that is not taken works on nothing (``gates``), if a dynamic size allows it.
+   Sizes that only one branch needs to be equal are then so only there.
 4. A Loop or Scan is its body as often as it runs (``loops``); what repeats as data decides is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 
 import numpy as np
 import onnx_graphsurgeon as gs
+import sympy
 
 from .. import ir
 from ..errors import UnsupportedOperator
+from ..symbolic import Dim, nonnegative, same
 from . import gates, loops
+from .equalities import Equalities, Known
 from .fold import RANDOM, inline_constants
-from .shapes import Call, SymbolicInfo, Type, infer_nested, shape_rule
+from .shapes import Call, SymbolicInfo, Type, infer_nested, objects, shape_rule
 from .sizes import SizeEmitter
 
 _CONTROL_FLOW = ("If", "Loop", "Scan", "SequenceMap")
@@ -35,8 +39,8 @@ def _if(call: Call) -> list[Type]:
     condition = call.value(0)
     if condition is not None:
         return infer_nested(call, _branch(call.node, bool(condition.item())))
-    results = [infer_nested(call, branch) for branch in gates.branches(call.node)]
-    if _is_gated(call.node, lambda t: ir.shape(t) if isinstance(t, gs.Constant) else call.types[t.name][1]):
+    results, gated = _infer_apart(call)
+    if gated:
         return [
             (
                 kind,
@@ -53,6 +57,73 @@ def _if(call: Call) -> list[Type]:
             why = f"data decides between results of {kind}{list(dims)} and {other}{list(others)}"
             raise UnsupportedOperator("If", call.name, f"{why}: {_ADVICE}")
     return results[0]
+
+
+def _infer_apart(call: Call) -> tuple[list[list[Type]], bool]:
+    """The types of both branches' results, and whether only one branch is to be computed.
+
+    If so, sizes that one branch needs to be equal may be others in the other, and what each knows of them is kept in ``SymbolicInfo.apart``.
+    """
+    equal, info, node = call.state.equal, call.state.info, call.node
+    before, data, sources, count = dict(equal.known), dict(info.data), dict(info.sources), len(info.constraints)
+    results, found = [], []
+    for branch in gates.branches(node):
+        equal.known = dict(before)
+        types = infer_nested(call, branch)
+        results.append([(kind, tuple(map(equal.resolve, dims))) for kind, dims in types])
+        _resolve_nested(call, branch)
+        found.append(equal.known)
+    equal.known = dict(before)
+
+    def dims(tensor: ir.Tensor) -> Sequence[Dim]:
+        return ir.shape(tensor) if isinstance(tensor, gs.Constant) else call.types[tensor.name][1]
+
+    if _is_gated(node, dims):
+        info.constraints[count:] = [c for c in info.constraints[count:] if c.relation != "="]
+        info.apart[node.outputs[0].name] = _keep_apart(equal, found, partial(gates.can_differ, node, dims))
+        return results, True
+    if any(known != before for known in found):
+        del info.constraints[count:]
+        info.data, info.sources = data, sources
+        results = [infer_nested(call, branch) for branch in gates.branches(node)]
+    return results, False
+
+
+def _keep_apart(
+    equal: Equalities, found: Sequence[Known], can_differ: Callable[[sympy.Expr], bool]
+) -> tuple[Known, Known]:
+    """What only one branch needs of sizes that can differ, for both; the rest of what was ``found`` is put into ``equal``."""
+    own: tuple[Known, Known] = ({}, {})
+    for apart, known, other in zip(own, found, found[::-1], strict=True):
+        elsewhere = Equalities(())
+        elsewhere.known = other
+        for term, value in known.items():
+            common = same(elsewhere.resolve(term), elsewhere.resolve(value))
+            if not isinstance(term, sympy.Symbol):
+                equal.known[term] = value
+            elif common or not can_differ(term) or not nonnegative(value):
+                equal.equate(term, value)
+            else:
+                apart[term] = value
+    return own
+
+
+def _resolve_nested(call: Call, graph: gs.Graph) -> None:
+    """Writes what is known of sizes to all that ``graph`` computes."""
+    resolve, values = call.state.equal.resolve, call.state.info.values
+    for node in graph.nodes:
+        for tensor in node.outputs:
+            if tensor.name in call.types:
+                kind, dims = call.types[tensor.name]
+                call.types[tensor.name] = kind, tuple(map(resolve, dims))
+            if tensor.name in values:
+                value = values[tensor.name]
+                values[tensor.name] = objects(
+                    [resolve(v) if isinstance(v, sympy.Expr) else v for v in value.flat], value.shape
+                )
+        for inner in node.attrs.values():
+            if isinstance(inner, gs.Graph):
+                _resolve_nested(call, inner)
 
 
 def _is_gated(node: gs.Node, dims: gates.Dims) -> bool:
@@ -158,7 +229,7 @@ def _choice(emitter: SizeEmitter, info: SymbolicInfo, node: gs.Node) -> list[ir.
     condition = ir.scalar_value(test)
     if condition is not None:
         return _inlined(editor, _branch(node, bool(condition)))
-    if _is_gated(node, lambda t: ir.shape(t) if isinstance(t, gs.Constant) else info.shapes[t.name]):
+    if node.outputs[0].name in info.apart:
         return gates.gate(emitter, info, node, partial(_inlined, editor))
     sides = [_inlined(editor, branch) for branch in gates.branches(node)]
     return [_chosen(editor, test, *pair) for pair in zip(*sides, strict=True)]

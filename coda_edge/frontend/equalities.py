@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeAlias
 
 import sympy
 
 from ..symbolic import Dim, simplify
+
+#: What sizes, and whole terms of sizes, are known to be.
+Known: TypeAlias = "dict[sympy.Expr, sympy.Expr]"
 
 # What may be known as a whole where it cannot be solved for one size.
 _WHOLE_TERMS = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.Max, sympy.Min, sympy.Mul)
@@ -21,7 +25,7 @@ class Equalities:
 
     def __init__(self, order: Iterable[sympy.Symbol]) -> None:
         self._rank = {s: i for i, s in enumerate(dict.fromkeys(order))}
-        self.known: dict[sympy.Expr, sympy.Expr] = {}
+        self.known: Known = {}
 
     def resolve(self, dim: Dim) -> Dim:
         """``dim`` with the known equalities put in."""

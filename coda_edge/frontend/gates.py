@@ -7,6 +7,9 @@ other, in the shape of the branch taken. So the branches may give results of oth
     n = size · Cast(condition)          m = size · Cast(¬condition)
     y = Reshape(Concat(then(x[:n]), else(x[:m])), Cast(condition) · shape of then + Cast(¬condition) · shape of else)
 
+Sizes that only one branch needs to be equal, as the rows of a cache and those that a mask is for, are so where that branch has elements: what is cut is
+viewed in the sizes that the branch knows, and a run compares the numbers of elements.
+
 Conditions: the size stands alone as a dimension of what is read, and is a factor of some dimension of each result, in both branches.
 """
 
@@ -21,6 +24,7 @@ import sympy
 
 from .. import ir
 from ..symbolic import Dim, same, simplify
+from .equalities import Equalities
 from .shapes import SymbolicInfo
 from .sizes import SizeEmitter
 
@@ -45,7 +49,14 @@ def gating_size(node: gs.Node, dims: Dims) -> sympy.Symbol | None:
 
 
 def _vanishes(dim: Dim, size: sympy.Symbol) -> bool:
-    return not isinstance(dim, int) and simplify(dim.xreplace({size: sympy.Integer(0)})) == 0
+    return simplify(sympy.sympify(dim).xreplace({size: sympy.Integer(0)})) == 0
+
+
+def can_differ(node: gs.Node, dims: Dims, size: sympy.Symbol) -> bool:
+    """Whether ``size`` may be another in each branch: all that is read of it is cut along the ``gating_size``."""
+    gating = gating_size(node, dims)
+    read = [some for some in map(dims, _captured(node)) if any(size in sympy.sympify(d).free_symbols for d in some)]
+    return size != gating and bool(read) and all(gating in some for some in read)
 
 
 def _captured(node: gs.Node) -> list[gs.Variable]:
@@ -67,10 +78,12 @@ def gate(
     assert size is not None
     shapes = [[tuple(dims(t)) for t in branch.outputs] for branch in branches(node)]
     flags = _flags(emitter.editor, node.inputs[0])
-    captured = _captured(node)
+    captured = [t for t in _captured(node) if size in dims(t)]
     sides = []
-    for branch, flag in zip(branches(node), flags, strict=True):
-        _redirect(branch, {id(t): _cut(emitter, t, dims(t), size, flag) for t in captured if size in dims(t)})
+    for branch, flag, known in zip(branches(node), flags, info.apart[node.outputs[0].name], strict=True):
+        equal = Equalities(())
+        equal.known = {s: info.equal.resolve(value) for s, value in known.items()}
+        _redirect(branch, {id(t): _cut(emitter, t, dims(t), size, flag, equal) for t in captured})
         sides.append(inlined(branch))
     return [
         _merged(emitter, parts, both, flags)
@@ -87,9 +100,14 @@ def _flags(editor: ir.GraphEditor, test: ir.Tensor) -> tuple[gs.Variable, gs.Var
 
 
 def _cut(
-    emitter: SizeEmitter, tensor: gs.Variable, dims: Sequence[Dim], size: sympy.Symbol, flag: gs.Variable
+    emitter: SizeEmitter,
+    tensor: gs.Variable,
+    dims: Sequence[Dim],
+    size: sympy.Symbol,
+    flag: gs.Variable,
+    equal: Equalities,
 ) -> gs.Variable:
-    """All of ``tensor`` or, where ``flag`` is 0, nothing along the axes of ``size``."""
+    """All of ``tensor`` or, where ``flag`` is 0, nothing along the axes of ``size``; its other sizes are as the branch knows them."""
     editor = emitter.editor
     count = _made(editor, "Mul", [emitter.vector([size]), flag])
     zero, one = (editor.constant("bound", np.asarray(i, np.int64)) for i in (0, 1))
@@ -98,7 +116,11 @@ def _cut(
     for axis, dim in enumerate(dims):
         if dim == size:
             tensor = _made(editor, "Gather", [tensor, places], axis=axis)
-    return tensor
+    inside = [equal.resolve(d) for d in dims]
+    if ir.same_shape(inside, dims):
+        return tensor
+    target = [count if d == size else emitter.vector([i]) for d, i in zip(dims, inside, strict=True)]
+    return _made(editor, "Reshape", [tensor, _made(editor, "Concat", target, axis=0)], allowzero=1)
 
 
 def _redirect(graph: gs.Graph, instead: dict[int, gs.Variable]) -> None:

@@ -59,7 +59,11 @@ def _reshape(call: Call) -> list[Type]:
         out.append(dim)
     rest_in, rest_out = map(product, _without_common(dims, out))
     if inferred is None:
-        _equate_products(call, rest_in, rest_out)
+        if call.attr("allowzero", 0) and rest_in != rest_out and any(map(call.of_data, dims)):
+            # There may be no elements at all, and then any sizes will do: a run sees that.
+            call.equate(product(dims), product(out))
+        else:
+            _equate_products(call, rest_in, rest_out)
         return [(call.dtype(), tuple(out))]
     quotient = divide(rest_in, rest_out)
     if quotient is None:

@@ -23,7 +23,7 @@ import sympy
 from .. import ir
 from ..errors import InvalidModel, ShapeError
 from ..symbolic import Dim, evaluate, format_dim, nonnegative, parse_dim, same, simplify, symbol
-from .equalities import Equalities
+from .equalities import Equalities, Known
 
 #: An object array of ints, floats, bools and sympy expressions.
 Values: TypeAlias = npt.NDArray[np.object_]
@@ -85,7 +85,8 @@ class SymbolicInfo:
     """What ``infer`` found. ``values`` holds the tensors, by name, that sizes alone determine (at most 256 elements).
 
     ``data``: the sizes that data decides, by name; ``sources``: the tensors whose elements they are, as such sizes. A source is
-    computed like any tensor, and known later than the shapes. ``equal``: the equalities among ``constraints``, solved.
+    computed like any tensor, and known later than the shapes. ``equal``: the equalities among ``constraints``, solved. ``apart``: by the first
+    result of an If, the sizes that are others in its one branch, and in its other.
     """
 
     shapes: dict[str, tuple[Dim, ...]] = field(default_factory=dict)
@@ -94,6 +95,7 @@ class SymbolicInfo:
     sources: dict[str, Values] = field(default_factory=dict)
     constraints: list[Constraint] = field(default_factory=list)
     equal: Equalities = field(default_factory=lambda: Equalities(()))
+    apart: dict[str, tuple[Known, Known]] = field(default_factory=dict)
 
 
 class Call:

@@ -16,7 +16,7 @@ import sympy
 
 from .. import ir
 from ..errors import ShapeError
-from ..symbolic import Dim, same, simplify, symbol
+from ..symbolic import Dim, product, same, simplify, symbol
 from .shapes import SymbolicInfo, Values
 
 TO_END = 2**63 - 1
@@ -166,6 +166,8 @@ def simplify_targets(graph: gs.Graph) -> int:
         if node.domain or node.op not in ("Reshape", "Expand"):
             continue
         dims, out = ir.shape(node.inputs[0]), ir.shape(node.outputs[0])
+        if node.attrs.get("allowzero", 0) and not same(product(dims), product(out)):
+            continue  # sizes that need only be equal if there are elements at all
         target: Sequence[Dim] | None = reshape_target(dims, out) if node.op == "Reshape" else expand_target(dims, out)
         if target is None or not all(isinstance(d, int) for d in target):
             continue
