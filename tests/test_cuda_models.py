@@ -134,6 +134,35 @@ for on in (True, False):
     assert fake.process(tmp_path, script).stdout.splitlines() == ["the run was cancelled", "[[2.0, 3.0]]"]
 
 
+def test_a_batch_beyond_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says so, and smaller batches run."""
+    nodes = [
+        helper.make_node("MatMul", ["q", "k"], ["s"]),
+        helper.make_node("Softmax", ["s"], ["p"]),
+        helper.make_node("MatMul", ["p", "v"], ["y"]),
+    ]
+    shapes = {"q": ["n", 1, "l", 8], "k": ["n", 1, 8, "l"], "v": ["n", 1, "l", 8]}
+    model = small(
+        nodes, {n: (TensorProto.FLOAT, s) for n, s in shapes.items()}, {"y": (TensorProto.FLOAT, shapes["q"])}
+    )
+    fake.optimized(monkeypatch, model, "cuda-sm80", tmp_path, verify=False)
+    script = """
+import sys, numpy as np, coda_edge
+session = coda_edge.Session(sys.argv[1] + "/model.coda")
+for n in (65536, 2):
+    try:
+        print(session.run(None, {"q": np.ones((n, 1, 1, 8), "f"), "k": np.ones((n, 1, 8, 1), "f"), "v": np.ones((n, 1, 1, 8), "f")})[0].sum())
+    except coda_edge.errors.ShapeError as error:
+        print(error)
+"""
+    done = fake.process(tmp_path, script)
+    refused, ran = done.stdout.splitlines()
+    assert refused.endswith(
+        "would have more blocks than a GPU starts at once (65535 along an axis): run smaller batches"
+    )
+    assert ran == "16.0"
+
+
 def test_arrays_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs and outputs by ``__cuda_array_interface__`` (here the device's memory is the host's); gaps are refused; steps are timed."""
     fake.optimized(monkeypatch, gathering(), "cuda-sm80", tmp_path, verify=False)

@@ -18,7 +18,7 @@ typedef uint64_t cu_pointer;
 typedef void *cu_handle;
 
 enum {
-  CU_ERROR_INVALID_VALUE = 1,
+  GRID_TOO_LARGE = -1, /* no driver's */
   CU_ERROR_OUT_OF_MEMORY = 2,
   CU_ERROR_NO_DEVICE = 100,
   CU_ERROR_NO_BINARY = 209,
@@ -210,7 +210,10 @@ void coda_cuda_close(coda_cuda *cuda, const coda_allocator *allocator) {
 
 /* --- loading ------------------------------------------------------------------------------------------------------ */
 
-enum { LAUNCH_INTS = 5 /* the grid, the threads of a block, the bytes of its shared memory */ };
+enum {
+  LAUNCH_INTS = 5, /* the grid, the threads of a block, the bytes of its shared memory */
+  MOST_BLOCKS = 65535, /* along the second and the third axis of a grid */
+};
 
 static uint32_t launches(const plan_step *step) { return step->finish >= 0 ? 2 : 1; }
 
@@ -376,8 +379,8 @@ static cu_result launch(const device_run *r, cu_handle kernel, const int64_t *ho
   const driver *api = &r->cuda->api;
   if (how[0] <= 0 || how[1] <= 0 || how[2] <= 0)
     return 0;
-  if (how[0] > INT32_MAX || how[1] > INT32_MAX || how[2] > INT32_MAX)
-    return CU_ERROR_INVALID_VALUE;
+  if (how[0] > INT32_MAX || how[1] > MOST_BLOCKS || how[2] > MOST_BLOCKS)
+    return GRID_TOO_LARGE;
   cu_result result = how[4] > 48 << 10 ? api->set_attribute(kernel, CU_ATTRIBUTE_SHARED, (int)how[4]) : 0;
   if (!result)
     result = api->launch(kernel, (unsigned)how[0], (unsigned)how[1], (unsigned)how[2], (unsigned)how[3], 1, 1,
@@ -407,6 +410,10 @@ static coda_code launch_steps(const device_run *r, bool timed, coda_error *error
       if (!result && step->finish >= 0)
         result = launch(r, r->cuda->kernels[step->finish], ints + count + LAUNCH_INTS);
     }
+    if (result == GRID_TOO_LARGE)
+      return coda_fail(error, CODA_ERROR_SHAPE,
+                       "step '%s' would have more blocks than a GPU starts at once (%d along an axis): run smaller batches",
+                       step->name, MOST_BLOCKS);
     if (result)
       return driver_failed(api, result, step->name, error);
     if (timed)
