@@ -412,7 +412,8 @@ static coda_code launch_steps(const device_run *r, bool timed, coda_error *error
     }
     if (result == GRID_TOO_LARGE)
       return coda_fail(error, CODA_ERROR_SHAPE,
-                       "step '%s' would have more blocks than a GPU starts at once (%d along an axis): run smaller batches",
+                       "step '%s' would have more blocks than a GPU starts at once (%d along an axis): run smaller "
+                       "batches",
                        step->name, MOST_BLOCKS);
     if (result)
       return driver_failed(api, result, step->name, error);
