@@ -46,3 +46,4 @@ def test_one_binary_runs_on(packaged: Path, release: str) -> None:
     found = releases.errors(packaged, release)
     assert set(releases.WAYS) - found.keys() == ({releases.WAYS[-1]} if release < "1.23" else set())
     assert max(found.values()) <= TOLERANCE
+    assert releases.allowed(found) == TOLERANCE
