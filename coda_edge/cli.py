@@ -8,6 +8,9 @@ exit code 2, as click gives it.
 from __future__ import annotations
 
 import json
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -56,13 +59,28 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _ended_tidily():
+                return super().invoke(ctx)
         except (CodaError, OSError) as e:
             message = " ".join(str(e).split())
             click.echo(f"{type(e).__name__}: {message}", err=True)
             if ctx.meta.get("json"):
                 _print_json({"error": {"type": type(e).__name__, "message": message}})
             ctx.exit(1)
+
+
+@contextmanager
+def _ended_tidily() -> Iterator[None]:
+    """A request to end (SIGTERM) unwinds what runs, so that no temporary file stays; the exit code is a shell's, 143."""
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not ours:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _parse_shapes(_: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> Shapes:

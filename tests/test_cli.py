@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -290,6 +292,26 @@ def test_a_disk_that_is_full_is_one_line(optimized: tuple[Path, Path, dict[str, 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_command_that_is_told_to_end_leaves_no_temporary_files(tiny_model: Path, tmp_path: Path) -> None:
+    waiting = (
+        "import tempfile, time\n"
+        "from coda_edge import cli, driver\n"
+        "def wait(*_, **__):\n"
+        "    with tempfile.TemporaryDirectory():\n"
+        "        print('waits', flush=True)\n"
+        "        time.sleep(60)\n"
+        "driver.optimize = wait\n"
+        f"cli.main(['optimize', {str(tiny_model)!r}])"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", waiting], stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"waits\n"
+        assert list(tmp_path.glob("tmp*"))
+        process.terminate()
+        assert process.wait(30) == 143
+    assert not list(tmp_path.glob("tmp*"))
 
 
 def test_seconds_are_a_number(command: Command, tiny_model: Path) -> None:
