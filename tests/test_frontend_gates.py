@@ -124,16 +124,22 @@ def _cross_layer(cached: bool) -> str:
     }}"""
 
 
-def _merged_with_encoder() -> onnx.ModelProto:
-    """The cache's rows and the masks' have names of their own, which each branch needs to be other sizes."""
+def _merged_with_encoder(rows: str) -> onnx.ModelProto:
+    """The encoder's cache has ``rows``; the masks have names of their own, which each branch needs to be other sizes."""
     model = parser.parse_model(f"""<ir_version: 9, opset_import: ["": 18]> g
         (float[B, E] mask, float[B, A] own_mask, int64[B, S] ids, float[B, E, {WIDTH}] states, float[B, {HEADS}, P, {DEPTH}] pk,
-            float[B, {HEADS}, F, {DEPTH}] pc, bool[1] use_cache_branch)
+            float[B, {HEADS}, {rows}, {DEPTH}] pc, bool[1] use_cache_branch)
         => (float[B, S, {WORDS}] logits, float[B, {HEADS}, Q, {DEPTH}] present_k, float[R, {HEADS}, G, {DEPTH}] present_c)
         <int64[4] split = {{0, 0, {HEADS}, {DEPTH}}}, int64[3] merge = {{0, 0, {WIDTH}}}, float low = {{-9}}, int64[2] axes = {{1, 2}}> {{
             logits, present_k, present_c = If (use_cache_branch)
                 <then_branch = t {_cross_layer(True)}, else_branch = e {_cross_layer(False)}>
         }}""")
+    own = {"out": "logits", "k": "present_k", "kept": "present_c"}
+    for branch in (attribute.g for attribute in model.graph.node[0].attribute):
+        for names in (*(n.input for n in branch.node), *(n.output for n in branch.node)):
+            names[:] = [own.get(name, name) for name in names]
+        for value in branch.output:
+            value.name = own[value.name]
     rng = np.random.default_rng(1)
     shapes = dict.fromkeys(("wq", "wk", "wc", "wd"), (WIDTH, WIDTH)) | {"table": (WORDS, WIDTH), "head": (WIDTH, WORDS)}
     for name, dims in shapes.items():
@@ -161,12 +167,17 @@ def _encoder_feeds(batch: int, tokens: int, past: int, states: int, cached: bool
 ENCODER_CASES = ((1, 1, 5, 4, True), (3, 7, 1, 6, False), (2, 4, 9, 3, True), (3, 2, 0, 5, False), (1, 3, 0, 2, True))
 
 
-def test_sizes_that_one_branch_needs_to_be_equal() -> None:
-    """The dummy rows fed where there is no cache are one; with a cache they are as many as the mask's, or the run is refused."""
-    model = _merged_with_encoder()
+@pytest.mark.parametrize("rows", ["F", "E"])
+def test_sizes_that_one_branch_needs_to_be_equal(rows: str) -> None:
+    """The dummy rows fed where there is no cache are one, also where the exporter declared the encoder's; with a cache they are as many or the run is refused.
+
+    Results have the same names inside and outside, as exporters have them.
+    """
+    model = _merged_with_encoder(rows)
     made = coda_edge.optimize(model)
     assert not {n.op_type for n in made.model.graph.node} & {"If", "Where"}
-    assert [d.dim_param for d in made.model.graph.input[5].type.tensor_type.shape.dim][2] == "F"
+    mask, cache = (made.model.graph.input[i].type.tensor_type.shape.dim for i in (0, 5))
+    assert mask[1].dim_param == "E" and cache[2].dim_param not in ("", "E")
     with coda_edge.Session(to_bytes(made.bundle)) as session:
         for case in ENCODER_CASES:
             feeds = _encoder_feeds(*case)

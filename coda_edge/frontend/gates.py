@@ -23,7 +23,7 @@ import onnx_graphsurgeon as gs
 import sympy
 
 from .. import ir
-from ..symbolic import Dim, same, simplify
+from ..symbolic import Dim, format_dim, same, simplify, symbol
 from .equalities import Equalities
 from .shapes import SymbolicInfo
 from .sizes import SizeEmitter
@@ -64,6 +64,38 @@ def _captured(node: gs.Node) -> list[gs.Variable]:
     own = {id(t) for t in node.inputs}
     read = {id(t): t for t in ir.reads(node) if isinstance(t, gs.Variable) and t.name and id(t) not in own}
     return list(read.values())
+
+
+def free_unread_sizes(graph: gs.Graph) -> None:
+    """Sizes of inputs that one branch of an If does not read get names of their own, but for those that any input has first, such as the batch.
+
+    Whatever names exporters gave them, callers feed anything where it is not read; what else needs them to be equal is found by inference.
+    """
+    inputs = {t.name: t for t in graph.inputs if t.shape is not None}
+    first = {s for t in inputs.values() for d in ir.shape(t)[:1] for s in _symbols([d])}
+    for node in graph.nodes:
+        if node.op != "If" or node.domain or isinstance(node.inputs[0], gs.Constant):
+            continue
+        outside = {t.name for other in graph.nodes if other is not node for t in ir.reads(other)}
+        read = [_names_read(branch) & inputs.keys() for branch in branches(node)]
+        for here, there in (read, read[::-1]):
+            sizes = {name: _symbols(ir.shape(t)) for name, t in inputs.items()}
+            unread = there - here - outside
+            shared = set[sympy.Symbol]().union(*(sizes[n] for n in here)) - first
+            taken = {s.name for some in sizes.values() for s in some}
+            for size in sorted(shared.intersection(s for n in unread for s in sizes[n]), key=str):
+                own = symbol(next(n for i in range(len(taken) + 1) if (n := f"{size.name}_{i}") not in taken))
+                for name in unread:
+                    dims = [sympy.sympify(d).xreplace({size: own}) for d in ir.shape(inputs[name])]
+                    inputs[name].shape = [format_dim(simplify(d)) for d in dims]
+
+
+def _symbols(dims: Sequence[Dim]) -> set[sympy.Symbol]:
+    return {s for d in dims if not isinstance(d, int) for s in d.free_symbols}
+
+
+def _names_read(graph: gs.Graph) -> set[str]:
+    return {t.name for t in (*graph.outputs, *(t for n in graph.nodes for t in ir.reads(n)))}
 
 
 def gate(

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
+from itertools import chain
 from keyword import iskeyword
 from pathlib import Path
 from typing import TypeAlias
@@ -165,13 +166,14 @@ def _sort(graph: onnx.GraphProto) -> None:
 
 
 def _read_by(node: onnx.NodeProto) -> Iterator[str]:
-    """The names of what a node reads, those in its nested graphs included."""
+    """The names of what a node reads, also in its nested graphs; those may call something of their own as something outside is called."""
     yield from node.input
     for attribute in node.attribute:
         for graph in (attribute.g, *attribute.graphs):
-            yield from (value.name for value in graph.output)
-            for inner in graph.node:
-                yield from _read_by(inner)
+            own = {name for inner in graph.node for name in inner.output}
+            own.update(value.name for value in (*graph.input, *graph.initializer))
+            names = chain((value.name for value in graph.output), *map(_read_by, graph.node))
+            yield from (name for name in names if name not in own)
 
 
 def _check(model: onnx.ModelProto, name: str) -> None:

@@ -39,6 +39,7 @@ from .builder import decompose
 from .composite import refuse_foreign
 from .constraints import ConstraintSet
 from .fold import Digests, fold_constants, fold_values, inline_constants, merge_constants, merge_nodes
+from .gates import free_unread_sizes
 from .indexing import simplify_indexing
 from .model import bind
 from .movement import compose_movement
@@ -127,6 +128,7 @@ def to_normal_form(
     bind(graph, shapes or {})
     name_apart(graph)
     ir.remove_dead(graph)
+    free_unread_sizes(graph)
     inline_constants(graph)
     refuse_foreign(graph)
     place_quantisation(graph)
