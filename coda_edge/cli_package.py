@@ -78,6 +78,13 @@ def command(
         raise InvalidModel(
             f"{model} is a bundle, whose kernels are linked already: give the ONNX model that it was made of"
         )
+    for option, given, forms in (
+        ("--name", name is not None, ("bundle", "shared", "static", "c")),
+        ("--bare", bare, ("shared", "static", "c")),
+        ("--weights", weights != "model", ("ort",)),
+    ):
+        if given and form not in forms:
+            raise click.UsageError(f"{option} says nothing of the form {form}: it is of {', '.join(forms)}")
     request = _Request(model, form, output, target, name, bare, weights, not no_verify, shapes or None)
     described, lines = _MAKERS.get(form, _for_program)(request)
     click.echo(json.dumps(described | {"form": form}) if as_json else "\n".join(lines))

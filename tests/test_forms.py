@@ -191,6 +191,14 @@ def test_command(model: Path, tmp_path: Path) -> None:
         package(model, "wasm")
 
 
+@pytest.mark.parametrize(
+    ("form", "option"), [("ort", ("--name", "m")), ("bundle", ("--bare",)), ("c", ("--weights", "library"))]
+)
+def test_options_of_other_forms_are_refused(form: str, option: tuple[str, ...], model: Path) -> None:
+    refused = CliRunner().invoke(main, ["package", str(model), "--form", form, *option])
+    assert refused.exit_code == 2 and f"{option[0]} says nothing of the form {form}: it is of" in refused.stderr
+
+
 def test_identifiers() -> None:
     assert [identifier(t) for t in ("a b.c", "7b", "…", "MiniLM-L6")] == ["a_b_c", "m7b", "model", "minilm_l6"]
 
