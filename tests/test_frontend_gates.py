@@ -228,3 +228,17 @@ def test_views_of_nothing_name_their_sizes() -> None:
         (found,), (expected,) = run(to_model(graph), feeds), run(model, feeds)
         assert found.shape == expected.shape == (3, 1, 5 if taken else 10)
         assert worst_error([found], [expected]) <= 1e-6
+
+
+def test_sizes_keep_their_names_where_sizes_choose_the_branch() -> None:
+    """What a branch that is never taken reads is as long as the exporter says."""
+    model = parser.parse_model("""<ir_version: 9, opset_import: ["": 18]> g
+        (float[N, K] x, float[N, S] v, float[N, S] w) => (float[N, T] y) <int64 three = {3}, int64 at = {1}> {
+            s = Shape (x) k = Gather (s, at) c = Equal (k, three)
+            y = If (c) <then_branch = t () => (float[N, S] a) { a = Exp (v) }, else_branch = e () => (float[N, S] b) { b = Neg (w) }>
+        }""")
+    graph = normalize(load(model), {"x": ("N", 3)})
+    assert [t.shape for t in graph.inputs] == [["N", 3], ["N", "S"], ["N", "S"]]
+    x, v, w = (np.random.default_rng(i).standard_normal((2, n)).astype(np.float32) for i, n in enumerate((3, 5, 5)))
+    feeds = {"x": x, "v": v, "w": w}
+    assert worst_error(run(model, feeds), run(to_model(graph), feeds)) <= 1e-6

@@ -74,7 +74,7 @@ def free_unread_sizes(graph: gs.Graph) -> None:
     inputs = {t.name: t for t in graph.inputs if t.shape is not None}
     first = {s for t in inputs.values() for d in ir.shape(t)[:1] for s in _symbols([d])}
     for node in graph.nodes:
-        if node.op != "If" or node.domain or isinstance(node.inputs[0], gs.Constant):
+        if node.op != "If" or node.domain or _is_of_sizes(node.inputs[0]):
             continue
         outside = {t.name for other in graph.nodes if other is not node for t in ir.reads(other)}
         read = [_names_read(branch) & inputs.keys() for branch in branches(node)]
@@ -88,6 +88,21 @@ def free_unread_sizes(graph: gs.Graph) -> None:
                 for name in unread:
                     dims = [sympy.sympify(d).xreplace({size: own}) for d in ir.shape(inputs[name])]
                     inputs[name].shape = [format_dim(simplify(d)) for d in dims]
+
+
+def _is_of_sizes(condition: ir.Tensor) -> bool:
+    """Whether constants alone or shapes have a part in ``condition``, which may then be known before data is."""
+    seen, waiting, data = set[int](), [condition], False
+    while waiting:
+        tensor = waiting.pop()
+        node = ir.producer(tensor)
+        data |= node is None and isinstance(tensor, gs.Variable)
+        if node is not None and id(node) not in seen:
+            seen.add(id(node))
+            if node.op in ("Shape", "Size"):
+                return True
+            waiting.extend(ir.reads(node))
+    return not data
 
 
 def _symbols(dims: Sequence[Dim]) -> set[sympy.Symbol]:
