@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -69,7 +70,7 @@ def atomic(path: Path) -> Iterator[Path]:
 
     Raises FileError if the folder does not exist or cannot be written.
     """
-    part = creatable(path).with_name(f".{path.name}.{os.getpid()}.part")
+    part = creatable(path).with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
     try:
         yield part
         part.replace(path)
