@@ -133,6 +133,21 @@ def test_dynamic_dimensions_have_usable_names() -> None:
     assert normalize(loaded).outputs[0].shape == dims
 
 
+def test_a_graph_without_a_name_and_sizes_of_minus_one_are_accepted() -> None:
+    model = _model(LINEAR)
+    model.graph.name = ""
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -1
+    (dim, width) = load(model).graph.input[0].type.tensor_type.shape.dim
+    assert (dim.dim_param, width.dim_value) == ("x_0", 4)
+
+
+def test_an_input_without_a_shape() -> None:
+    model = _model(LINEAR)
+    model.graph.input[0].type.tensor_type.ClearField("shape")
+    with pytest.raises(InvalidModel, match="input 'x' has no shape, not even a number of dimensions: write one"):
+        load(model)
+
+
 def test_an_output_needs_no_shape() -> None:
     model = _model(LINEAR)
     model.graph.output[0].type.tensor_type.ClearField("shape")

@@ -50,6 +50,7 @@ def load(source: Source) -> onnx.ModelProto:
     if model.graph.sparse_initializer:
         name = model.graph.sparse_initializer[0].values.name
         raise InvalidModel(f"initializer '{name}' is sparse: store it densely")
+    _allow_what_runs(model.graph)
     slim = without_weights(model)
     _move_norms(slim)
     _sort(slim.graph)
@@ -237,6 +238,25 @@ def _culprit(model: onnx.ModelProto) -> str:
         except (RuntimeError, onnx.shape_inference.InferenceError):
             return f"{node.op_type} (node '{node.name or node.output[0]}') stands in the way: "
     return ""
+
+
+def _allow_what_runs(graph: onnx.GraphProto) -> None:
+    """Gives a graph the name, and negative dimensions of inputs the openness, without which the checker refuses what onnxruntime runs.
+
+    Raises InvalidModel for an input without a shape.
+    """
+    graph.name = graph.name or "graph"
+    weights = {i.name for i in graph.initializer}
+    for value in graph.input:
+        if not value.type.HasField("tensor_type") or value.name in weights:
+            continue
+        if not value.type.tensor_type.HasField("shape"):
+            raise InvalidModel(
+                f"input '{value.name}' has no shape, not even a number of dimensions: write one into the model, with names for sizes that stay open"
+            )
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_value < 0:
+                dim.ClearField("dim_value")
 
 
 def _name_inputs(graph: onnx.GraphProto) -> None:
