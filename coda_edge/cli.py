@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 Shapes = dict[str, tuple[int | str, ...]]
 
 _TIMING_ROUNDS = 5
+# Lengths that `bench` tries, in order, where sizes are left open: tables of positions bound them.
+_LENGTHS = (128, 64, 32, 16, 8, 4, 1)
 # Where each stage of optimize lies on the progress bar, by the first word of its name.
 _STAGES = {
     "load": (0.0, 0.02),
@@ -364,10 +366,23 @@ def _numpy_name(ort_type: str) -> str:
 
 
 def _made_up(session: Session, model: Path | None, shapes: Shapes) -> Feeds:
-    from .inputs import bind_sizes, generate_inputs
+    """Inputs of the shapes given; sizes left open have the first of a few lengths that the bundle takes."""
+    from .errors import ShapeError
+    from .inputs import bind_sizes, default_sizes, generate_inputs
 
     specs = _specs(session, model)
-    return generate_inputs(specs, bind_sizes(specs, shapes))
+    bound = bind_sizes(specs, shapes)
+    refused: ShapeError | None = None
+    for length in _LENGTHS:
+        feeds = generate_inputs(specs, {**default_sizes(specs, length=length), **bound})
+        try:
+            session.run(None, feeds)
+        except ShapeError as error:
+            refused = refused or error
+        else:
+            return feeds
+    assert refused is not None
+    raise ShapeError(f"{refused}; give sizes with --shape") from refused
 
 
 def _bench(

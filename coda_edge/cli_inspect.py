@@ -73,6 +73,8 @@ class BundleView:
         """The view as tables on ``console``."""
         summary = _summary(self.file)
         for key, value in self.metadata.items():
+            if key == "constants":  # their fingerprints; the row of that name says how large they are
+                continue
             summary.add_row(key, Text(value if len(value) < 100 else value[:97] + "…"))
         summary.add_row("constants", megabytes(self.constants_bytes))
         summary.add_row("kernels", f"{self.kernels}, called {len(self.steps)} times")

@@ -122,6 +122,17 @@ def test_bench_compares_and_times(
     assert alone["against"] == {} and alone["max_rel_error"] is None
 
 
+def test_bench_takes_a_length_that_the_model_has_positions_for(
+    command: Command, optimized: tuple[Path, Path, dict[str, Any]], tiny_model: Path
+) -> None:
+    options = ("--threads", 1, "--rounds", 1, "--json")
+    for against in ((), ("--against", tiny_model)):
+        said = _json(command("bench", optimized[0], *against, *options))
+        assert said["shapes"]["input_ids"] == [1, 64]
+    failed = _failed(command("bench", optimized[0], "--shape", "input_ids=1x65", *options[:-1]))
+    assert "sequence = 65 exceeds 64" in failed and "--shape" in failed
+
+
 def test_the_level_of_a_bundle_can_be_chosen(command: Command, tmp_path: Path) -> None:
     bundle, arrays, out = tmp_path / "levels.coda", tmp_path / "in.npz", tmp_path / "out.npz"
     bundle.write_bytes(to_bytes(handmade.levels()))
@@ -148,6 +159,7 @@ def test_inspect_shows_a_bundle(command: Command, optimized: tuple[Path, Path, d
     assert said["levels"][0]["features"] == list(PLAIN.features)
     text = command("inspect", bundle).stdout
     assert "last_hidden_state" in text and report["target"] in text
+    assert [line.split()[0] for line in text.splitlines() if line.strip()].count("constants") == 1
 
 
 def test_inspect_shows_a_model(
