@@ -29,6 +29,7 @@ from .errors import InvalidModel, VerificationError
 from .frontend import half
 from .inputs import InputSpec, Padding, default_sizes, generate_inputs
 from .rounding import SMALL_CASES, Spread, nudged, orders, quantises, share_unequal
+from .symbolic import evaluate
 
 if TYPE_CHECKING:
     import onnx
@@ -43,6 +44,8 @@ TOLERANCE = 1e-4
 ROUNDING = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 #: Lengths tried, in order, until onnxruntime runs the model: position tables and reshapes bound them, and a sound has many samples.
 LENGTHS = (128, 64, 32, 16, 8, 4, 1, 512, 2048, 8192, 16384, 32768)
+#: Numbers that made-up inputs may have at most: a mask of two lengths grows with their product.
+MOST_NUMBERS = 1 << 26
 #: Where none of them goes for all sizes, each is tried with each of these, if there are no more sizes than that.
 UNEQUAL, MOST_UNEQUAL = tuple(range(1, 65)), 3
 #: For each length, the batches tried: a model may need more entries than one.
@@ -402,7 +405,9 @@ def _longest(
     """The first length of all sizes at which onnxruntime runs the model, or the longest of unequal ones; and the sizes."""
     for length, batch in itertools.product(LENGTHS, BATCHES):
         sizes = default_sizes(specs, batch, length)
-        if allowed(sizes) and _try(session, names, generate_inputs(specs, sizes)) is not None:
+        if _numbers(specs, sizes) > MOST_NUMBERS or not allowed(sizes):
+            continue
+        if _try(session, names, generate_inputs(specs, sizes)) is not None:
             return length, sizes
     for sizes in itertools.islice(_unequal(specs, allowed), len(UNEQUAL)):
         if _try(session, names, generate_inputs(specs, sizes)) is not None:
@@ -411,6 +416,11 @@ def _longest(
         "onnxruntime runs the model on no made-up inputs, so the result can't be checked: give the sizes with shapes, "
         "or skip the check with verify=False"
     )
+
+
+def _numbers(specs: Sequence[InputSpec], sizes: Mapping[str, int]) -> int:
+    """How many numbers the inputs have at ``sizes``."""
+    return sum(math.prod(evaluate(dim, sizes) for dim in spec.shape) for spec in specs)
 
 
 def _unequal(specs: Sequence[InputSpec], allowed: Callable[[Mapping[str, int]], bool]) -> Iterator[dict[str, int]]:

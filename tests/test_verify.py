@@ -204,3 +204,9 @@ def test_sizes_are_found_that_the_model_needs(text: str, sizes: dict[str, int]) 
     assert sizes.items() <= verifier.sizes.items()
     assert verifier.check(_run(made), "the model itself") == 0.0
     assert all(feeds["x"].shape[1:] == tuple(sizes.values()) for feeds, _ in verifier.cases[:1])
+
+
+def test_inputs_that_would_fill_the_memory_are_not_made_up() -> None:
+    m = model("g (float[N, S, T, 9] x) => (float[M] y) { y = Reshape(x, to) }", {"to": np.array([67], np.int64)})
+    with pytest.raises(VerificationError, match="onnxruntime runs the model on no made-up inputs"):
+        Verifier.of_model(m, input_specs(m))
