@@ -176,7 +176,7 @@ class TargetList:
         for t in self.targets:
             here = f"no: lacks {' '.join(t.missing)}" if t.missing else "native" if t.name == self.native else "yes"
             form = t.form if t.linker else f"{t.form}: pip install ziglang"
-            table.add_row(t.name, t.description, " ".join((t.cpu, *t.features)), form, here)
+            table.add_row(t.name, t.description, " ".join(filter(None, (t.cpu, *t.features))), form, here)
         for name, members in self.groups.items():
             table.add_row(name, f"one bundle for {', '.join(members)}", "", "", "")
         console.print(table)

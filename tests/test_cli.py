@@ -179,7 +179,10 @@ def test_targets_names_the_native_one(command: Command) -> None:
     said = _json(command("targets", "--json"))
     native = next(t for t in said["targets"] if t["name"] == said["native"])
     assert native["runs_here"] and native["missing"] == []
-    assert native["name"] in command("targets").stdout
+    lines = command("targets").stdout.splitlines()
+    assert any(native["name"] in line for line in lines)
+    cuda = next(line for line in lines if line.startswith(" cuda-sm80 "))
+    assert lines[1].index("needs") == cuda.index("cuda", len(" cuda-sm80"))
 
 
 @pytest.fixture
