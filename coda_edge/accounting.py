@@ -40,7 +40,7 @@ def account(original: gs.Graph, graph: gs.Graph, log: PassLog, lowered: Lowered,
         attention=ops["Attention"],
         target="",
         seconds=0.0,
-        bytes_before=_bytes_before(original, sizes),
+        bytes_before=_bytes_before(_sized_alike(original, graph), sizes),
         bytes_after=sum(values[s.bytes] for s in plan.steps),
         weights_bytes=int(lowered.constants.nbytes),
         arena_bytes=lowered.arena_bytes(sizes),
@@ -58,6 +58,14 @@ def outline(loaded: onnx.ModelProto) -> gs.Graph:
             tensor.values = np.broadcast_to(np.zeros((), tensor.dtype), tensor.shape)
     own_values(graph)
     return graph
+
+
+def _sized_alike(original: gs.Graph, graph: gs.Graph) -> gs.Graph:
+    """``original`` with the sizes that the inputs of ``graph`` have: those that were given as numbers, equal ones under one name."""
+    shapes = {t.name: t.shape for t in graph.inputs}
+    for tensor in original.inputs:
+        tensor.shape = shapes.get(tensor.name, tensor.shape)
+    return original
 
 
 def _bytes_before(original: gs.Graph, sizes: Mapping[str, int]) -> int:

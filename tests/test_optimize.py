@@ -162,6 +162,14 @@ def test_report_counts_what_the_plan_does(tiny_model: Path) -> None:
     assert any("Erf" in f.sources or "Gelu" in f.sources for f in report.fused)
 
 
+def test_traffic_is_counted_alike_for_given_and_for_open_sizes(tiny_model: Path) -> None:
+    opened = coda_edge.optimize(tiny_model).report
+    shape = (opened.sizes["batch"], opened.sizes["sequence"])
+    names = [i.name for i in onnx.load(tiny_model).graph.input]
+    given = coda_edge.optimize(tiny_model, shapes=dict.fromkeys(names, shape), verify=False).report
+    assert (given.bytes_before, given.bytes_after) == (opened.bytes_before, opened.bytes_after)
+
+
 def test_an_operator_that_is_not_lowered_is_named() -> None:
     m = model("g (float[N, N] x) => (float d) { h = Tanh(x) d = Det(h) }")
     with pytest.raises(UnsupportedOperator, match=r"Det \(node '.*'\)"):
