@@ -246,6 +246,10 @@ static void coda_wait(int pending) {
   }
 }
 
+// Kernels run one after the other: none starts early.
+static void coda_precede() {}
+static void coda_follow() {}
+
 static void coda_barrier() { emulator::barrier(); }
 
 static float coda_block_sum(float x) {

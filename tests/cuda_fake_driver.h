@@ -32,7 +32,9 @@ static int shared_allowed = 48 << 10;
 extern "C" {
 extern const fake::Kernel KERNELS[];
 extern const int KERNEL_COUNT;
+extern __attribute__((weak)) int coda_overlaps;  // only in kernels that wait by themselves
 int fake_graphs, fake_graph_launches, fake_launches, fake_waits;  // waits: for the stream of number 2
+int fake_early;  // launches that may start before the kernel before them ends
 
 static int devices() {
   const char *text = getenv("FAKE_CUDA_DEVICES");
@@ -44,7 +46,11 @@ int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
 int cuDeviceGetCount(int *count) { *count = devices(); return 0; }
 int cuDeviceGet(int *device, int number) { *device = number; return 0; }
 int cuDeviceGetName(char *name, int size, int) { snprintf(name, size, "Emulator"); return 0; }
-int cuDeviceGetAttribute(int *value, int attribute, int) { *value = attribute == 75 ? 7 : 5; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int) {
+  const bool hopper = getenv("FAKE_CUDA_HOPPER");
+  *value = attribute == 75 ? (hopper ? 9 : 7) : (hopper ? 0 : 5);
+  return 0;
+}
 int cuDevicePrimaryCtxRetain(void **context, int) { *context = &fake_graphs; return 0; }
 int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
 int cuCtxPushCurrent_v2(void *) { return 0; }
@@ -58,6 +64,11 @@ int cuModuleGetFunction(void **function, void *, const char *name) {
   for (int i = 0; i < KERNEL_COUNT; ++i)
     if (!strcmp(KERNELS[i].name, name)) { *function = (void *)&KERNELS[i]; return 0; }
   return 500;
+}
+int cuModuleGetGlobal_v2(uint64_t *address, size_t *bytes, void *, const char *name) {
+  if (strcmp(name, "coda_overlaps") || !&coda_overlaps) return 500;
+  *address = (uintptr_t)&coda_overlaps, *bytes = sizeof coda_overlaps;
+  return 0;
 }
 int cuFuncSetAttribute(void *, int, int bytes) { fake::shared_allowed = bytes; return 0; }
 int cuMemAlloc_v2(uint64_t *address, size_t bytes) {
@@ -102,6 +113,13 @@ int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned 
   if (fake::capturing) fake::capturing->push_back(work);
   else work.run();
   return 0;
+}
+struct Config { unsigned grid[3], block[3], shared; void *stream; int *attribute; unsigned count; };
+int cuLaunchKernelEx(const Config *c, void *function, void **args, void **extra) {
+  if (c->count != 1 || c->attribute[0] != 6 || c->attribute[2] != 1 || !fake::capturing) return 1;
+  ++fake_early;
+  return cuLaunchKernel(function, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared,
+                        c->stream, args, extra);
 }
 int cuEventCreate(void **event, unsigned) { *event = new timespec; return 0; }
 int cuEventRecord(void *event, void *) { clock_gettime(CLOCK_MONOTONIC, (timespec *)event); return 0; }

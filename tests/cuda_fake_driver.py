@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 
 import coda_edge
+from coda_edge import targets
 from coda_edge.lower.cuda import CudaKernel, cuda_source
 from coda_edge.lower.cuda.device import MATH
 from coda_edge.targets.cuda import CudaTarget
@@ -50,13 +51,14 @@ def optimized(
     monkeypatch.setattr(CudaTarget, "build", build)
     result = coda_edge.optimize(model, target, **options)
     result.save(folder / "model.coda")
-    compile_driver(list(kernels.values()), folder)
+    arch = next(t.others[-1] if t.others else t.arch for t in targets.get_all(target) if isinstance(t, CudaTarget))
+    compile_driver(list(kernels.values()), folder, arch)
     return result
 
 
-def compile_driver(kernels: Sequence[CudaKernel], folder: Path) -> None:
-    """Writes ``libcuda.so.1`` into ``folder``."""
-    source = cuda_source(kernels, "sm_80")
+def compile_driver(kernels: Sequence[CudaKernel], folder: Path, arch: str) -> None:
+    """Writes ``libcuda.so.1`` into ``folder``; its kernels are the code for ``arch``, whatever the GPU says it is."""
+    source = cuda_source(kernels, arch)
     kernels_text = source[source.index('extern "C" __global__') :]
     table, wrappers = [], []
     for kernel in kernels:
@@ -83,7 +85,7 @@ def compile_driver(kernels: Sequence[CudaKernel], folder: Path) -> None:
     code = folder / "driver.cpp"
     code.write_text(text)
     flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-fno-sanitize=all", "-Wl,-soname,libcuda.so.1"]
-    flags += ["-fsanitize=alignment", "-fsanitize-trap=alignment"]
+    flags += ["-fsanitize=alignment", "-fsanitize-trap=alignment", f"-D__CUDA_ARCH__={arch[3:]}0"]
     command = [sys.executable, "-m", "ziglang", "c++", *flags, str(code), "-o", str(folder / "libcuda.so.1")]
     subprocess.run(command, check=True)
 

@@ -5,7 +5,9 @@ What the runtime does with a real driver is the same calls; ``python -m benchmar
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,10 @@ from onnx import TensorProto, helper, numpy_helper
 import coda_edge
 from coda_edge.bundle import reader
 from coda_edge.errors import TargetError
+from coda_edge.lower.cuda import CudaKernel, cuda_source
+from coda_edge.lower.cuda.build import _nvcc
 from coda_edge.targets import get, get_all, ranked
-from coda_edge.targets.cuda import present
+from coda_edge.targets.cuda import CudaTarget, present
 
 Array = npt.NDArray[Any]
 TOLERANCE = 3e-3
@@ -132,6 +136,71 @@ for on in (True, False):
         print(error)
 """
     assert fake.process(tmp_path, script).stdout.splitlines() == ["the run was cancelled", "[[2.0, 3.0]]"]
+
+
+EARLY = "unit.enclayer_post.dyn20"
+"""An encoder layer: GEMMs, statistics of their rows, attention."""
+
+
+@pytest.mark.parametrize(("target", "waits"), [("cuda-sm80", False), ("cuda-sm90", True), ("cuda", True)])
+def test_kernels_start_early(target: str, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a graph, on a GPU that can, and only kernels that wait by themselves: code for older GPUs does not, whatever GPU runs it."""
+    fake.optimized(monkeypatch, gathering(), target, tmp_path, verify=False)
+    script = """
+import ctypes, sys, numpy as np, coda_edge
+session = coda_edge.Session(sys.argv[1] + "/model.coda")
+for _ in range(2):
+    session.run(None, {"ids": np.array([1, 5])})
+driver = ctypes.CDLL("libcuda.so.1")
+print(*(ctypes.c_int.in_dll(driver, "fake_" + name).value for name in ("early", "launches")))
+"""
+    assert fake.process(tmp_path, script).stdout.split() == ["0", "1"]
+    monkeypatch.setenv("FAKE_CUDA_HOPPER", "1")
+    assert fake.process(tmp_path, script).stdout.split() == ["1" if waits else "0", "1"]
+
+
+@pytest.mark.parametrize("name", [EARLY, "llama_kv.sdpa.ts17"])
+def test_kernels_wait_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel waits for those before it and then lets the next one start; only a GEMM copies first, its weights."""
+    source, count = source_of(name, monkeypatch)
+    kernels = [k for k in source.split('extern "C" __global__')[1:] if "{" in k]
+    assert len(kernels) == count > 5
+    for kernel in kernels:
+        assert kernel.count("coda_follow();") == kernel.count("coda_precede();") == 1
+        before, after = kernel.split("coda_follow();")
+        assert "coda_precede();" in after and "coda_gather" not in before
+        copies = re.findall(r"coda_copy\((.*)", before)
+        assert bool(copies) == ("coda_mma" in kernel and "gemm_" in kernel[:200]), kernel[:200]
+        assert all("&(w_data[" in copy for copy in copies), copies
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc on the PATH")
+def test_nothing_is_read_before_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs are ``const __restrict__``: the compiler might read them earlier than the source says."""
+    source, count = source_of(EARLY, monkeypatch)
+    assert "coda_overlaps" not in _nvcc(source, "sm_80", ["-ptx", "-arch=compute_80"])[0].decode()
+    ptx = _nvcc(source, "sm_90", ["-ptx", "-arch=compute_90"])[0].decode()
+    assert ".global .align 4 .u32 coda_overlaps = 1;" in ptx
+    kernels = ptx.split(".entry ")[1:]
+    assert len(kernels) == count
+    for kernel in kernels:
+        before, after = kernel.split("griddepcontrol.wait;")
+        assert "griddepcontrol.launch_dependents;" in after
+        assert not re.findall(r"\b(?:ld|st|atom|red)\.(?!param|shared|local)", before)
+        assert ("cp.async.cg" in before) == ("mma.sync" in kernel and kernel.startswith("gemm_"))
+
+
+def source_of(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
+    """CUDA C of the model's kernels, for sm_90, and how many they are."""
+    kernels: dict[str, CudaKernel] = {}
+
+    def build(self: CudaTarget, given: Sequence[CudaKernel], progress: object = None) -> bytes:
+        kernels.update({kernel.symbol: kernel for kernel in given})
+        return fake.MODULE
+
+    monkeypatch.setattr(CudaTarget, "build", build)
+    coda_edge.optimize(load_fixture(name), "cuda-sm90", verify=False)
+    return cuda_source(list(kernels.values()), "sm_90"), len(kernels)
 
 
 def test_a_batch_beyond_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,18 @@ def cuda_source(kernels: Sequence[CudaKernel], arch: str) -> str:
     target = tvm.target.Target({"kind": "cuda", "arch": arch})
     module = tvm.IRModule({k.symbol: k.func.with_attr("target", target) for k in kernels})
     with target:
-        return str(_CODEGEN(tirx.transform.LowerIntrin()(module), target).inspect_source())
+        return str(_CODEGEN(tirx.transform.LowerIntrin()(module), target).inspect_source()) + _OVERLAPS
+
+
+_OVERLAPS = """
+#if __CUDA_ARCH__ >= 900
+extern "C" { __device__ int coda_overlaps = 1; }
+#endif
+"""
+"""Tells the runtime that these kernels wait for those before them by themselves, and so may start early.
+
+Only in code for architectures whose kernels do: ``coda_follow`` is empty below 9.0, also where a newer GPU runs that code from its PTX.
+"""
 
 
 _CODEGEN: Expr = tvm.get_global_func("target.build.cuda")

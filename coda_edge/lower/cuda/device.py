@@ -116,6 +116,18 @@ INSTRUCTIONS: dict[str, str] = {
   __syncthreads();
   return total;
 }}""",
+    # From here on the next kernel may start: what it reads of this one, it reads behind its own `coda_follow`.
+    "coda_precede": f"""{_PTX} void coda_precede() {{
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}}""",
+    # Waits until all that the kernels before this one wrote is there.
+    "coda_follow": f"""{_PTX} void coda_follow() {{
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}}""",
     # The end of the thread.
     "coda_leave": f"""{_PTX} void coda_leave() {{ asm volatile("exit;"); }}""",
     # The value of the lane whose number differs in the bits of `mask`.
@@ -206,13 +218,16 @@ class DeviceBody(Body):
             kind = tirx.ForKind.UNROLLED if unroll else tirx.ForKind.SERIAL
             self.emit(tirx.For(variable, int32(0), int32(count), kind, block))
 
-    def device_function(self, symbol: str, params: Sequence[Expr]) -> tirx.PrimFunc:
-        """The kernel of all that was written."""
+    def device_function(self, symbol: str, params: Sequence[Expr], follows: bool = False) -> tirx.PrimFunc:
+        """The kernel of all that was written.
+
+        ``follows``: it has ``coda_follow`` where it first needs what other kernels wrote; otherwise that is its first instruction.
+        """
         body = self._close()
         for iterator, extent in reversed(self._threads):
             body = tirx.AttrStmt(iterator, "thread_extent", extent, body)
         tags = [str(iterator.thread_tag) for iterator, _ in self._threads]
-        return _entry(symbol, params, body, [*tags, "tirx.use_dyn_shared_memory"])
+        return _entry(symbol, params, body, [*tags, "tirx.use_dyn_shared_memory"], follows)
 
 
 def device_kernel(
@@ -229,7 +244,7 @@ def device_kernel(
 _MOST_BLOCKS = 2**31 - 1
 
 
-def _entry(symbol: str, params: Sequence[Expr], body: Expr, launch: list[str]) -> tirx.PrimFunc:
+def _entry(symbol: str, params: Sequence[Expr], body: Expr, launch: list[str], follows: bool = False) -> tirx.PrimFunc:
     pointers: list[Expr] = []
     declared: list[tirx.Stmt] = []
     for param in params:
@@ -239,9 +254,14 @@ def _entry(symbol: str, params: Sequence[Expr], body: Expr, launch: list[str]) -
             pointers.append(pointer)
         else:
             pointers.append(param)
-    func = tirx.PrimFunc(pointers, tirx.SeqStmt([*declared, body]), None).with_attr("global_symbol", symbol)
+    start = [] if follows else [_instruction("coda_follow"), _instruction("coda_precede")]
+    func = tirx.PrimFunc(pointers, tirx.SeqStmt([*declared, *start, body]), None).with_attr("global_symbol", symbol)
     func = func.with_attr("calling_conv", 2).with_attr("tirx.is_global_func", True).with_attr("tirx.noalias", True)
     return func.with_attr("tirx.kernel_launch_params", launch)
+
+
+def _instruction(name: str) -> tirx.Stmt:
+    return tirx.Evaluate(script.cuda.func_call(name, source_code=INSTRUCTIONS[name], return_type="void"))
 
 
 def int32(value: Index) -> Expr:

@@ -83,7 +83,7 @@ class GemmKernel:
         thread = body.thread("threadIdx.x", schedule.threads)
         accumulators = MainLoop(self, panel, block, thread).write()
         TileEpilogue(self, panel, block, thread, accumulators).write()
-        return body.device_function(symbol, self.params)
+        return body.device_function(symbol, self.params, follows=True)
 
     def merge(self, symbol: str) -> tirx.PrimFunc:
         """The kernel that makes whole rows' statistics of the strips', a row a thread."""

@@ -83,9 +83,14 @@ class MainLoop:
         self.fragments_a = body.alloc(2 * rows * 4, "uint32", "fragments_a")
         self.fragments_b = body.alloc(2 * columns * 2, "uint32", "fragments_b")
         self._prepare()
+        # Weights are there before the run: their copies start while the kernels before this one still work.
         for tile in range(self.ahead):
-            self._copy(int32(tile))
+            self._copy_weights(int32(tile))
+        body.do("coda_follow")
+        for tile in range(self.ahead):
+            self._copy_rows(int32(tile))
             body.do("coda_commit")
+        body.do("coda_precede")
         for i in range(rows * columns * 4):
             body.store(self.acc, i, f32(0))
         self._arrived()
@@ -112,7 +117,8 @@ class MainLoop:
         body = self.body
         if self.tiles > self.schedule.stages and not last:
             with body.when(tile + self.ahead < self.tiles):
-                self._copy(tile + self.ahead)
+                self._copy_rows(tile + self.ahead)
+                self._copy_weights(tile + self.ahead)
         body.do("coda_commit")
         for step in range(self.steps):
             parity = (place * self.steps + step) % 2
@@ -164,13 +170,17 @@ class MainLoop:
             self.lane_a.append(body.let(row_a * _ROW + chunk_a * 16, "lane_a"))
             self.lane_b.append(body.let(row_b * _ROW + chunk_b * 16, "lane_b"))
 
-    def _copy(self, tile: Expr) -> None:
-        """Starts the copies of a K tile."""
+    def _copy_rows(self, tile: Expr) -> None:
+        """Starts the copies of a K tile of A."""
         body, stage = self.body, self._stage(tile)
         for i, chunk in enumerate(self.chunks_a):
             with body.when(chunk.present):
                 to = stage + self.place_a + i * self.schedule.threads * 16
                 self._copy_a(address(self.shared, to), chunk.source, tile)
+
+    def _copy_weights(self, tile: Expr) -> None:
+        """Starts the copies of a K tile of W."""
+        body, stage = self.body, self._stage(tile)
         for chunk in self.chunks_w:
             with body.when(chunk.present):
                 to = stage + self.schedule.rows * _ROW + chunk.number * 16

@@ -18,12 +18,14 @@ typedef uint64_t cu_pointer;
 typedef void *cu_handle;
 
 enum {
+  EARLY_VERSION = 12040, /* of the driver: captures kernels that start early */
   GRID_TOO_LARGE = -1, /* no driver's */
   CU_ERROR_OUT_OF_MEMORY = 2,
   CU_ERROR_NO_DEVICE = 100,
   CU_ERROR_NO_BINARY = 209,
   CU_ERROR_UNSUPPORTED_PTX = 222,
   CU_ATTRIBUTE_SHARED = 8, /* of a function: the most dynamic shared memory */
+  CU_LAUNCH_EARLY = 6, /* programmatic stream serialization */
   CU_ATTRIBUTE_MAJOR = 75,
   CU_ATTRIBUTE_MINOR = 76,
   CU_CAPTURE_RELAXED = 2,
@@ -31,6 +33,22 @@ enum {
   CU_STREAM_DEFAULT = 0, /* waits for what others do on the default stream: their tensors may come of it */
   CU_STREAM_NON_BLOCKING = 1, /* does not: what others do there would break a capture */
 };
+
+/* CUlaunchAttribute and CUlaunchConfig. */
+typedef struct {
+  int id, padding;
+  union {
+    int allowed;
+    char bytes[64];
+  } value;
+} launch_attribute;
+
+typedef struct {
+  unsigned grid[3], block[3], shared;
+  cu_handle stream;
+  launch_attribute *attributes;
+  unsigned count;
+} launch_config;
 
 #define FUNCTIONS(F) \
   F(init, "cuInit", (unsigned)) \
@@ -46,6 +64,7 @@ enum {
   F(module_load, "cuModuleLoadData", (cu_handle *, const void *)) \
   F(module_unload, "cuModuleUnload", (cu_handle)) \
   F(function, "cuModuleGetFunction", (cu_handle *, cu_handle, const char *)) \
+  F(global, "cuModuleGetGlobal_v2", (cu_pointer *, size_t *, cu_handle, const char *)) \
   F(set_attribute, "cuFuncSetAttribute", (cu_handle, int, int)) \
   F(allocate, "cuMemAlloc_v2", (cu_pointer *, size_t)) \
   F(deallocate, "cuMemFree_v2", (cu_pointer)) \
@@ -62,6 +81,7 @@ enum {
   F(executable_destroy, "cuGraphExecDestroy", (cu_handle)) \
   F(launch, "cuLaunchKernel", \
     (cu_handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, cu_handle, void **, void **)) \
+  F(launch_early, "cuLaunchKernelEx", (const launch_config *, cu_handle, void **, void **)) \
   F(event_create, "cuEventCreate", (cu_handle *, unsigned)) \
   F(event_record, "cuEventRecord", (cu_handle, cu_handle)) \
   F(event_elapsed, "cuEventElapsedTime", (float *, cu_handle, cu_handle)) \
@@ -79,6 +99,7 @@ struct coda_cuda {
   void *library;
   int device;
   cu_handle context, module;
+  bool overlaps; /* kernels wait for those before them by themselves: they may start early */
   cu_handle *kernels; /* by the plan's kernel index */
   coda_block tables;
   cu_pointer constants, repacked;
@@ -153,13 +174,15 @@ static coda_code load_module(coda_cuda *cuda, const coda_section *library, coda_
     return CODA_OK;
   api->push(cuda->context);
   const cu_result result = api->module_load(&cuda->module, library->data);
+  api->attribute(&major, CU_ATTRIBUTE_MAJOR, cuda->device);
+  api->driver_version(&version);
+  if (!result && major >= 9 && version >= EARLY_VERSION)
+    cuda->overlaps = !api->global(&(cu_pointer){0}, &(size_t){0}, cuda->module, "coda_overlaps");
   api->pop(&(cu_handle){NULL});
   if (!result)
     return CODA_OK;
   api->name(name, sizeof name, cuda->device);
-  api->attribute(&major, CU_ATTRIBUTE_MAJOR, cuda->device);
   api->attribute(&minor, CU_ATTRIBUTE_MINOR, cuda->device);
-  api->driver_version(&version);
   if (result == CU_ERROR_NO_BINARY || result == CU_ERROR_UNSUPPORTED_PTX)
     return coda_fail(error, CODA_ERROR_TARGET,
                      "bundle has no kernels for this GPU (%s, sm_%d%d) and a driver for CUDA %d.%d: build it for "
@@ -266,6 +289,7 @@ typedef struct {
   device_session *own;
   coda_layout *layout;
   cu_handle stream;
+  bool captured;
 } device_run;
 
 static size_t io_bytes(const coda_layout *layout, uint32_t index) {
@@ -382,6 +406,16 @@ static cu_result launch(const device_run *r, cu_handle kernel, const int64_t *ho
   if (how[0] > INT32_MAX || how[1] > MOST_BLOCKS || how[2] > MOST_BLOCKS)
     return GRID_TOO_LARGE;
   cu_result result = how[4] > 48 << 10 ? api->set_attribute(kernel, CU_ATTRIBUTE_SHARED, (int)how[4]) : 0;
+  if (!result && r->captured && r->cuda->overlaps) {
+    launch_attribute early = {.id = CU_LAUNCH_EARLY, .value.allowed = 1};
+    const launch_config config = {{(unsigned)how[0], (unsigned)how[1], (unsigned)how[2]},
+                                  {(unsigned)how[3], 1, 1},
+                                  (unsigned)how[4],
+                                  r->stream,
+                                  &early,
+                                  1};
+    return api->launch_early(&config, kernel, r->own->arguments, NULL);
+  }
   if (!result)
     result = api->launch(kernel, (unsigned)how[0], (unsigned)how[1], (unsigned)how[2], (unsigned)how[3], 1, 1,
                          (unsigned)how[4], r->stream, r->own->arguments, NULL);
@@ -429,6 +463,7 @@ static coda_code capture(const device_run *r, cu_handle *executable, coda_error 
   const driver *api = &r->cuda->api;
   device_run recorded = *r;
   recorded.stream = r->own->capturing;
+  recorded.captured = true;
   cu_handle graph = NULL;
   cu_result result = api->capture_begin(recorded.stream, CU_CAPTURE_RELAXED);
   if (result)
@@ -542,7 +577,7 @@ static coda_code run(coda_session *session, coda_layout *layout, const coda_tens
     free_session(session); /* what there is of it */
   } else {
     device_session *own = session->device;
-    const device_run r = {cuda, session, own, layout, own->stream};
+    const device_run r = {cuda, session, own, layout, own->stream, false};
     code = check_cancelled(session, error);
     if (!code)
       code = run_on_device(&r, inputs, outputs, error);
