@@ -54,6 +54,8 @@ class Fuzzer:
         if self.guided:
             limits = [f"-max_total_time={seconds}", f"-max_len={LONGEST}", "-timeout=60", "-print_final_stats=1"]
             limits += [f"-runs={runs}"] if runs else []
+            # The peak that the system tells a process starts at that of the process that started it: what is asked for is limited instead.
+            limits += ["-rss_limit_mb=0", "-malloc_limit_mb=1024"]
             command = [str(self.program), *map(str, corpus), *limits, f"-artifact_prefix={artifacts}/"]
         else:
             command = [

@@ -282,8 +282,8 @@ def _cover(slices: Sequence[gs.Node], axis: int, size: int) -> bool:
 def _hoist_slice(graph: gs.Graph, emitter: SizeEmitter, views: dict[str, View], node: gs.Node) -> int:
     """Slices the source of a chain instead of its end, where the slice is one range of a source axis.
 
-    What others read whole is arranged anyway: parts of that (halves of a head that is rotated) stay parts of it. So do those that are all
-    of an axis together (tokens that are rotated and those that are not).
+    What others read whole is arranged anyway: parts of that (halves of a head that is rotated) stay parts of it. So do rows that
+    are all of an axis together (tokens that are rotated and those that are not); columns are split where they are made.
     """
     view = views.get(node.inputs[0].name)
     if any(u.op != "Slice" for u in ir.consumers(node.inputs[0])) or ir.is_output(graph, node.inputs[0]):
@@ -302,7 +302,8 @@ def _hoist_slice(graph: gs.Graph, emitter: SizeEmitter, views: dict[str, View], 
     inner = product(a.size for a in group[1:])
     if group[0] is not atoms[0] or not isinstance(inner, int):
         return 0
-    if len(group) == 1 and _cover(ir.consumers(node.inputs[0]), axis, atoms[0].size):
+    rows = len(group) == 1 and place != len(view.source) - 1
+    if rows and _cover(ir.consumers(node.inputs[0]), axis, atoms[0].size):
         return 0
     out, size = node.outputs[0], end - start
     dims = [size * inner if i == place else d for i, d in enumerate(ir.shape(view.root))]
