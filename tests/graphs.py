@@ -171,3 +171,17 @@ def worst_error(expected: Sequence[npt.NDArray[Any]], got: Sequence[npt.NDArray[
         scale = np.abs(a, where=finite, out=np.zeros_like(a)).max(initial=0) or 1.0
         worst = max(worst, float(np.abs(a[finite] - b[finite]).max(initial=0) / scale))
     return worst
+
+
+def node_model(
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[tuple[str, int, Sequence[int | str]]],
+    outputs: Sequence[tuple[str, int, Sequence[int | str]]],
+    constants: Mapping[str, np.ndarray] | None = None,
+) -> onnx.ModelProto:
+    """A model of opset 20 of ``nodes``; an input or output is its name, type and shape, a constant its array by name."""
+    tensors = [numpy_helper.from_array(array, name) for name, array in (constants or {}).items()]
+    infos = ([helper.make_tensor_value_info(*value) for value in side] for side in (inputs, outputs))
+    return helper.make_model(
+        helper.make_graph(list(nodes), "g", *infos, tensors), opset_imports=[helper.make_opsetid("", 20)], ir_version=10
+    )

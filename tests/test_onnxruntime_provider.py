@@ -12,7 +12,9 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from graphs import node_model
 from onnx import TensorProto, helper, numpy_helper
+from rewriting import normal
 
 from coda_edge import __version__, optimize
 from coda_edge.fingerprint import fingerprints, model_digest
@@ -95,23 +97,6 @@ def assert_same(made: ort.InferenceSession, expected: ort.InferenceSession, feed
         )
 
 
-def graph(
-    nodes: Sequence[onnx.NodeProto],
-    inputs: Sequence[tuple[str, int, Sequence[int | str]]],
-    outputs: Sequence[tuple[str, int, Sequence[int | str]]],
-    constants: Mapping[str, np.ndarray] | None = None,
-) -> onnx.ModelProto:
-    tensors = [numpy_helper.from_array(array, name) for name, array in (constants or {}).items()]
-    infos = ([helper.make_tensor_value_info(*value) for value in side] for side in (inputs, outputs))
-    return helper.make_model(
-        helper.make_graph(list(nodes), "g", *infos, tensors), opset_imports=[helper.make_opsetid("", 20)], ir_version=10
-    )
-
-
-def weights(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_an_untouched_model_runs_by_its_bundle(tiny: Compiled, devices: list[ort.OrtEpDevice], threads: int) -> None:
     made, expected = session(tiny.model, devices, {"bundle": str(tiny.bundle)}, threads), plain(tiny.model)
@@ -131,11 +116,11 @@ def test_a_model_in_memory_is_known_by_its_constants(tiny: Compiled, devices: li
 def test_external_constants(devices: list[ort.OrtEpDevice], tmp_path: Path) -> None:
     path, other = tmp_path / "m.onnx", tmp_path / "other.onnx"
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
-    model = graph(nodes, [("x", 1, ["n", 8])], [("y", 1, ["n", 300])], {"w": weights(8, 300)})
+    model = node_model(nodes, [("x", 1, ["n", 8])], [("y", 1, ["n", 300])], {"w": normal(8, 300)})
     onnx.save(model, path, save_as_external_data=True, location="w.bin", size_threshold=1024)
     optimize(str(path), verify=False).save(tmp_path / "m.coda")
     options = {"bundle": str(tmp_path / "m.coda")}
-    assert_same(session(path, devices, options), plain(path), {"x": weights(7, 8, seed=1)})
+    assert_same(session(path, devices, options), plain(path), {"x": normal(7, 8, seed=1)})
     shutil.copy(path, other)
     data = bytearray((tmp_path / "w.bin").read_bytes())
     data[5000] ^= 64
@@ -154,7 +139,7 @@ def test_another_models_bundle_is_refused(tiny: Compiled, devices: list[ort.OrtE
     for model in (tmp_path / "other.onnx", other.SerializeToString()):
         with pytest.raises(Exception, match=f"the constant '{big.name}' has other values in the model"):
             session(model, devices, {"bundle": str(tiny.bundle)})
-    sigmoid = graph([helper.make_node("Sigmoid", ["x"], ["y"])], [("x", 1, ["n"])], [("y", 1, ["n"])])
+    sigmoid = node_model([helper.make_node("Sigmoid", ["x"], ["y"])], [("x", 1, ["n"])], [("y", 1, ["n"])])
     with pytest.raises(Exception, match=r"the model has no value of that name.*Compile it from the model"):
         session(sigmoid.SerializeToString(), devices, {"bundle": str(tiny.bundle)})
 
@@ -179,8 +164,8 @@ def test_types_and_ranks_are_compared(
     message: str | None,
 ) -> None:
     def model(ins: list[tuple[str, int, list[int | str]]], outs: list[tuple[str, int, list[int | str]]]) -> bytes:
-        w = weights(8, 4).astype(np.float16 if ins[0][1] == 10 else np.float32)
-        made = graph([helper.make_node("MatMul", ["x", "w"], ["y"])], ins, outs, {"w": w})
+        w = normal(8, 4).astype(np.float16 if ins[0][1] == 10 else np.float32)
+        made = node_model([helper.make_node("MatMul", ["x", "w"], ["y"])], ins, outs, {"w": w})
         return bytes(made.SerializeToString())
 
     files = compiled(onnx.load_from_string(model(*DIFFERENT[0][:2])), tmp_path)
@@ -271,15 +256,15 @@ def test_a_part_of_a_model(devices: list[ort.OrtEpDevice], tmp_path: Path) -> No
         helper.make_node("MatMul", ["active", "w2"], ["after"]),
         helper.make_node("Cosh", ["after"], ["y"]),
     ]
-    constants = {"w1": weights(8, 24), "w2": weights(24, 4, seed=1)}
+    constants = {"w1": normal(8, 24), "w2": normal(24, 4, seed=1)}
     inputs, outputs = [("x", 1, ["n", 8]), ("mask", 9, ["n"])], [("y", 1, ["n", 4]), ("places", 7, [1, "k"])]
-    whole = graph(nodes, inputs, outputs, constants)
-    part = graph(nodes[2:5], [("before", 1, ["n", 8])], [("after", 1, ["n", 4])], constants)
+    whole = node_model(nodes, inputs, outputs, constants)
+    part = node_model(nodes[2:5], [("before", 1, ["n", 8])], [("after", 1, ["n", 4])], constants)
     onnx.save(whole, tmp_path / "whole.onnx")
     files = compiled(part, tmp_path, "part")
     made = session(tmp_path / "whole.onnx", devices, {"bundle": str(files.bundle)})
     assert nodes_of(made, NAME) == ["MatMul", "Tanh", "MatMul"]
-    feeds = {"x": weights(7, 8, seed=2), "mask": np.arange(5) % 2 == 0}
+    feeds = {"x": normal(7, 8, seed=2), "mask": np.arange(5) % 2 == 0}
     assert_same(made, plain(tmp_path / "whole.onnx"), feeds)
     # A value in the middle that somebody else reads is nothing that the bundle gives.
     whole.graph.output.append(helper.make_tensor_value_info("active", 1, ["n", 24]))
@@ -288,34 +273,36 @@ def test_a_part_of_a_model(devices: list[ort.OrtEpDevice], tmp_path: Path) -> No
 
 
 def test_two_parts_have_two_bundles(devices: list[ort.OrtEpDevice], tmp_path: Path) -> None:
-    w = {"w1": weights(8, 24), "w2": weights(24, 4, seed=1)}
-    first = graph([helper.make_node("MatMul", ["x", "w1"], ["a"])], [("x", 1, ["n", 8])], [("a", 1, ["n", 24])], w)
-    second = graph([helper.make_node("MatMul", ["b", "w2"], ["y"])], [("b", 1, ["n", 24])], [("y", 1, ["n", 4])], w)
+    w = {"w1": normal(8, 24), "w2": normal(24, 4, seed=1)}
+    first = node_model([helper.make_node("MatMul", ["x", "w1"], ["a"])], [("x", 1, ["n", 8])], [("a", 1, ["n", 24])], w)
+    second = node_model(
+        [helper.make_node("MatMul", ["b", "w2"], ["y"])], [("b", 1, ["n", 24])], [("y", 1, ["n", 4])], w
+    )
     between = helper.make_node("Cosh", ["a"], ["b"])
-    whole = graph(
+    whole = node_model(
         [first.graph.node[0], between, second.graph.node[0]], [("x", 1, ["n", 8])], [("y", 1, ["n", 4])], w
     ).SerializeToString()
     bundles = [str(compiled(part, tmp_path, name).bundle) for name, part in (("one", first), ("two", second))]
     made = session(whole, devices, {"bundle": ";".join(bundles)})
     assert nodes_of(made, NAME) == ["MatMul", "MatMul"]
-    assert_same(made, plain(whole), {"x": weights(3, 8, seed=2) / 4})
+    assert_same(made, plain(whole), {"x": normal(3, 8, seed=2) / 4})
 
 
 def test_sizes_that_data_decides(devices: list[ort.OrtEpDevice], tmp_path: Path) -> None:
     nodes = [helper.make_node("NonZero", ["m"], ["places"]), helper.make_node("Neg", ["x"], ["y"])]
-    model = graph(nodes, [("m", 9, ["n"]), ("x", 1, ["k", 3])], [("places", 7, [1, "found"]), ("y", 1, ["k", 3])])
+    model = node_model(nodes, [("m", 9, ["n"]), ("x", 1, ["k", 3])], [("places", 7, [1, "found"]), ("y", 1, ["k", 3])])
     files = compiled(model, tmp_path)
     made, expected = session(files.model, devices, {"bundle": str(files.bundle)}), plain(files.model)
     for size in (1, 7, 130):
-        feeds = {"m": np.arange(size) % 3 == 0, "x": weights(size, 3)}
+        feeds = {"m": np.arange(size) % 3 == 0, "x": normal(size, 3)}
         assert_same(made, expected, feeds)
-    assert made.run(None, {"m": np.zeros(5, bool), "x": weights(0, 3)})[0].shape == (1, 0)
+    assert made.run(None, {"m": np.zeros(5, bool), "x": normal(0, 3)})[0].shape == (1, 0)
 
 
 @pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.INT32, TensorProto.INT64, TensorProto.UINT8])
 def test_dtypes(devices: list[ort.OrtEpDevice], tmp_path: Path, dtype: int) -> None:
     nodes = [helper.make_node("Add", ["x", "x"], ["y"]), helper.make_node("Equal", ["x", "y"], ["z"])]
-    model = graph(nodes, [("x", dtype, ["n", 5])], [("y", dtype, ["n", 5]), ("z", TensorProto.BOOL, ["n", 5])])
+    model = node_model(nodes, [("x", dtype, ["n", 5])], [("y", dtype, ["n", 5]), ("z", TensorProto.BOOL, ["n", 5])])
     files = compiled(model, tmp_path)
     made = session(files.model, devices, {"bundle": str(files.bundle)})
     assert nodes_of(made, NAME)
@@ -355,7 +342,7 @@ def test_context_models(tiny: Compiled, devices: list[ort.OrtEpDevice], tmp_path
 def test_altered_context_models_are_refused(devices: list[ort.OrtEpDevice]) -> None:
     def context(**attributes: object) -> bytes:
         node = helper.make_node("EPContext", ["x"], ["y"], domain="com.microsoft", source=NAME, **attributes)
-        made = graph([node], [("x", 1, ["n"])], [("y", 1, ["n"])])
+        made = node_model([node], [("x", 1, ["n"])], [("y", 1, ["n"])])
         made.opset_import.append(helper.make_opsetid("com.microsoft", 1))
         return bytes(made.SerializeToString())
 
@@ -377,14 +364,14 @@ def test_altered_context_models_are_refused(devices: list[ort.OrtEpDevice]) -> N
 
 
 def test_bundles_are_compiled_just_in_time(devices: list[ort.OrtEpDevice], tmp_path: Path) -> None:
-    model = graph(
+    model = node_model(
         [helper.make_node("MatMul", ["x", "w"], ["y"])],
         [("x", 1, ["n", 8])],
         [("y", 1, ["n", 4])],
-        {"w": weights(8, 4)},
+        {"w": normal(8, 4)},
     )
     onnx.save(model, tmp_path / "m.onnx")
-    options, feeds = {"cache": str(tmp_path / "cache")}, {"x": weights(3, 8)}
+    options, feeds = {"cache": str(tmp_path / "cache")}, {"x": normal(3, 8)}
     made, expected = session(tmp_path / "m.onnx", devices, options), plain(tmp_path / "m.onnx")
     assert nodes_of(made, NAME) == ["MatMul"]
     assert_same(made, expected, feeds)
@@ -416,8 +403,8 @@ def test_parts_of_what_cannot_be_compiled(devices: list[ort.OrtEpDevice], tmp_pa
         helper.make_node("Det", ["square"], ["d"]),
     ]
     inputs = [("x", 1, ["n", 8]), ("ids", 6, ["n", 1]), ("square", 1, ["n", 3, 3])]
-    constants = {"w1t": weights(24, 8), "w2": weights(24, 4, seed=1)}
-    model = graph(nodes, inputs, [("y", 1, ["n", 4]), ("d", 1, ["n"])], constants)
+    constants = {"w1t": normal(24, 8), "w2": normal(24, 4, seed=1)}
+    model = node_model(nodes, inputs, [("y", 1, ["n", 4]), ("d", 1, ["n"])], constants)
     model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     path, cache = tmp_path / "m.onnx", tmp_path / "cache"
     onnx.save(model, path)
@@ -425,7 +412,7 @@ def test_parts_of_what_cannot_be_compiled(devices: list[ort.OrtEpDevice], tmp_pa
     bundle = cache / f"{model_digest(path)}-native-{__version__}.coda"
     files = compile_model(path, bundle, "native")
     assert len(files) == 2 and compile_model(path, bundle, "native") == files
-    feeds = {"x": weights(7, 8), "ids": np.arange(7, dtype=np.int32)[:, None], "square": weights(7, 3, 3)}
+    feeds = {"x": normal(7, 8), "ids": np.arange(7, dtype=np.int32)[:, None], "square": normal(7, 3, 3)}
     for options in ({"cache": str(cache), "python": "/nowhere"}, {"bundle": ";".join(map(str, files))}):
         made = session(path, devices, options)
         assert sorted(nodes_of(made, "CPUExecutionProvider")) == ["Det", "MurmurHash3"]
@@ -434,8 +421,8 @@ def test_parts_of_what_cannot_be_compiled(devices: list[ort.OrtEpDevice], tmp_pa
 
 def test_added_in_python(tiny: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    model = graph([helper.make_node("Exp", ["x"], ["y"])], [("x", 1, ["n"])], [("y", 1, ["n"])])
-    feeds = {"x": weights(7)}
+    model = node_model([helper.make_node("Exp", ["x"], ["y"])], [("x", 1, ["n"])], [("y", 1, ["n"])])
+    feeds = {"x": normal(7)}
     for options in (ort.SessionOptions(), ort.SessionOptions()):
         add_provider(options, model)
         made = ort.InferenceSession(model.SerializeToString(), options)
@@ -448,10 +435,10 @@ def test_added_in_python(tiny: Compiled, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_fingerprints_do_not_depend_on_order() -> None:
-    array = weights(5, 7)
+    array = normal(5, 7)
     one, other = (
-        graph([], [], [], {"w": values, "n": np.array(3)}) for values in (array, np.ascontiguousarray(array.T))
+        node_model([], [], [], {"w": values, "n": np.array(3)}) for values in (array, np.ascontiguousarray(array.T))
     )
     assert fingerprints(one) == fingerprints(other)
     array[2, 3] += 1
-    assert fingerprints(graph([], [], [], {"w": array, "n": np.array(3)})) != fingerprints(one)
+    assert fingerprints(node_model([], [], [], {"w": array, "n": np.array(3)})) != fingerprints(one)

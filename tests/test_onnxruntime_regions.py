@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,9 @@ import onnxruntime as ort
 import onnxruntime_headers
 import pytest
 from click.testing import CliRunner
+from graphs import node_model
 from onnx import TensorProto, helper, numpy_helper
+from rewriting import normal
 
 from benchmarks import onnxruntime as compared
 from coda_edge.bundle import writer
@@ -28,23 +30,6 @@ from coda_edge.onnxruntime.regions import METADATA, session
 from coda_edge.verify import TOLERANCE, ort_session, relative_error
 
 Feeds = Mapping[str, np.ndarray]
-
-
-def weights(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def graph(
-    nodes: Sequence[onnx.NodeProto],
-    inputs: Sequence[tuple[str, int, Sequence[int | str]]],
-    outputs: Sequence[tuple[str, int, Sequence[int | str]]],
-    constants: Mapping[str, np.ndarray] | None = None,
-) -> onnx.ModelProto:
-    tensors = [numpy_helper.from_array(array, name) for name, array in (constants or {}).items()]
-    infos = ([helper.make_tensor_value_info(*value) for value in side] for side in (inputs, outputs))
-    return helper.make_model(
-        helper.make_graph(list(nodes), "g", *infos, tensors), opset_imports=[helper.make_opsetid("", 20)], ir_version=10
-    )
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +94,10 @@ def test_who_runs_it(tiny: Path, tiny_model: Path, tmp_path: Path) -> None:
 def test_weights_of_functions_are_never_read(tmp_path: Path) -> None:
     """onnxruntime maps them, and a node that runs by its bundle does not look at them."""
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
-    model = graph(nodes, [("x", 1, ["n", 512])], [("y", 1, ["n", 2048])], {"w": weights(512, 2048)})
+    model = node_model(nodes, [("x", 1, ["n", 512])], [("y", 1, ["n", 2048])], {"w": normal(512, 2048)})
     package_regions(model, verify=False).save(tmp_path / "m.onnx")
     made = session(tmp_path / "m.onnx")
-    made.run(None, {"x": weights(3, 512)})
+    made.run(None, {"x": normal(3, 512)})
     resident = {}
     current = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -141,8 +126,8 @@ def test_what_cannot_be_compiled_stays(tmp_path: Path) -> None:
         helper.make_node("MatMul", ["c2", "w2"], ["y"]),
     ]
     inputs = [("x", 1, ["n", 8]), ("ids", 6, ["n", 1]), ("square", 1, ["n", 3, 3])]
-    constants = {"w1t": weights(24, 8), "w2": weights(24, 40, seed=1), "one": np.array([1])}
-    model = graph(nodes, inputs, [("y", 1, ["n", 40]), ("d", 1, ["n"])], constants)
+    constants = {"w1t": normal(24, 8), "w2": normal(24, 40, seed=1), "one": np.array([1])}
+    model = node_model(nodes, inputs, [("y", 1, ["n", 40]), ("d", 1, ["n"])], constants)
     model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     made = package_regions(model, verify=False)
     assert len(made.regions) == 2
@@ -150,33 +135,33 @@ def test_what_cannot_be_compiled_stays(tmp_path: Path) -> None:
     outside = {n.op_type for n in made.model.graph.node}
     assert {"Region0", "Region1", "MurmurHash3", "Det"} <= outside and not {"MatMul", "Tanh"} & outside
     for n in (1, 7):
-        feeds = {"x": weights(n, 8) / 4, "ids": np.arange(n, dtype=np.int32)[:, None], "square": weights(n, 3, 3)}
+        feeds = {"x": normal(n, 8) / 4, "ids": np.arange(n, dtype=np.int32)[:, None], "square": normal(n, 3, 3)}
         both_ways(made, model, tmp_path, feeds)
 
 
 def test_nothing_to_compile(tmp_path: Path) -> None:
-    model = graph([helper.make_node("Det", ["x"], ["y"])], [("x", 1, ["n", 3, 3])], [("y", 1, ["n"])])
+    model = node_model([helper.make_node("Det", ["x"], ["y"])], [("x", 1, ["n", 3, 3])], [("y", 1, ["n"])])
     made = package_regions(model)
     assert made.regions == () and made.left is not None and "Det" in made.left
     assert [p.name for p in made.save(tmp_path / "m.onnx")] == ["m.onnx"]
     assert onnx.load(tmp_path / "m.onnx") == model
-    assert_same(session(tmp_path / "m.onnx"), ort_session(model), {"x": weights(5, 3, 3)})
+    assert_same(session(tmp_path / "m.onnx"), ort_session(model), {"x": normal(5, 3, 3)})
 
 
 def test_outputs_that_nothing_computes(tmp_path: Path) -> None:
     """An input, a constant and a known size may be outputs; constants may be inputs, and large ones nodes."""
     nodes = [
-        helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(weights(8, 40))),
+        helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(normal(8, 40))),
         helper.make_node("MatMul", ["x", "w"], ["p"]),
         helper.make_node("Add", ["p", "b"], ["y"]),
         helper.make_node("Identity", ["x"], ["again"]),
         helper.make_node("Shape", ["x"], ["size"]),
     ]
-    model = graph(
+    model = node_model(
         nodes,
         [("x", 1, ["n", 8]), ("b", 1, [40])],
         [("y", 1, ["n", 40]), ("again", 1, ["n", 8]), ("size", 7, [2]), ("b", 1, [40]), ("x", 1, ["n", 8])],
-        {"b": weights(40)},
+        {"b": normal(40)},
     )
     try:
         ort_session(model)
@@ -184,21 +169,21 @@ def test_outputs_that_nothing_computes(tmp_path: Path) -> None:
         del model.graph.output[3:]
     made = package_regions(model)
     assert [n.op_type for n in made.model.graph.node][-1:] == ["Region0"]
-    both_ways(made, model, tmp_path, {"x": weights(3, 8)})
+    both_ways(made, model, tmp_path, {"x": normal(3, 8)})
 
 
 @pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.INT32, TensorProto.INT64, TensorProto.UINT8])
 def test_dtypes(tmp_path: Path, dtype: int) -> None:
     nodes = [helper.make_node("Add", ["x", "x"], ["y"]), helper.make_node("Equal", ["x", "y"], ["z"])]
-    model = graph(nodes, [("x", dtype, ["n", 5])], [("y", dtype, ["n", 5]), ("z", TensorProto.BOOL, ["n", 5])])
+    model = node_model(nodes, [("x", dtype, ["n", 5])], [("y", dtype, ["n", 5]), ("z", TensorProto.BOOL, ["n", 5])])
     x = np.arange(35).reshape(7, 5).astype(helper.tensor_dtype_to_np_dtype(dtype))
     both_ways(package_regions(model, verify=False), model, tmp_path, {"x": x})
 
 
 def test_sizes_that_data_decides(tmp_path: Path) -> None:
     nodes = [helper.make_node("NonZero", ["m"], ["places"]), helper.make_node("Neg", ["x"], ["y"])]
-    model = graph(nodes, [("m", 9, ["n"]), ("x", 1, ["k", 3])], [("places", 7, [1, "found"]), ("y", 1, ["k", 3])])
-    cases = [{"m": np.arange(size) % 3 == 0, "x": weights(size, 3)} for size in (1, 7, 130)]
+    model = node_model(nodes, [("m", 9, ["n"]), ("x", 1, ["k", 3])], [("places", 7, [1, "found"]), ("y", 1, ["k", 3])])
+    cases = [{"m": np.arange(size) % 3 == 0, "x": normal(size, 3)} for size in (1, 7, 130)]
     both_ways(package_regions(model, verify=False), model, tmp_path, *cases)
 
 
@@ -230,19 +215,19 @@ WHOLE = {
 def test_no_model_is_refused(tmp_path: Path, kind: str) -> None:
     """Functions may have subgraphs that read what is around them; what has no tensors or no lowering stays outside."""
     inputs = [("x", 1, ["n", 8]), ("c", 9, []), ("k", 7, [])]
-    constants = {"w": weights(8, 40) / 8, "w2": weights(8, 40, seed=1)}
+    constants = {"w": normal(8, 40) / 8, "w2": normal(8, 40, seed=1)}
     constants |= {name: np.array([value]) for name, value in (("zero", 0), ("eight", 8), ("one", 1))}
-    model = graph(WHOLE[kind], inputs, [("y", 1, ["n", 40])], constants)
+    model = node_model(WHOLE[kind], inputs, [("y", 1, ["n", 40])], constants)
     made = package_regions(model, verify=False)
     assert len(made.regions) == 1
-    both_ways(made, model, tmp_path, *({"x": weights(3, 8), "c": np.array(c), "k": np.array(2)} for c in (True, False)))
+    both_ways(made, model, tmp_path, *({"x": normal(3, 8), "c": np.array(c), "k": np.array(2)} for c in (True, False)))
 
 
 def test_an_old_opset_with_constants_among_its_inputs(tmp_path: Path) -> None:
     nodes = [_MATMUL, helper.make_node("Softmax", ["a"], ["y"])]
-    model = graph(nodes, [("x", 1, ["n", 8]), ("w", 1, [8, 40])], [("y", 1, ["n", 40])], {"w": weights(8, 40)})
+    model = node_model(nodes, [("x", 1, ["n", 8]), ("w", 1, [8, 40])], [("y", 1, ["n", 40])], {"w": normal(8, 40)})
     model.opset_import[0].version, model.ir_version = 9, 3
-    both_ways(package_regions(model, verify=False), model, tmp_path, {"x": weights(3, 8)})
+    both_ways(package_regions(model, verify=False), model, tmp_path, {"x": normal(3, 8)})
 
 
 def test_no_models() -> None:
@@ -255,26 +240,26 @@ def test_no_models() -> None:
 def test_sizes_that_a_bundle_is_not_meant_for(tmp_path: Path) -> None:
     """Rows that must come in fours: compared where they do, and an error of the run where they do not."""
     nodes = [helper.make_node("Reshape", ["x", "shape"], ["r"]), helper.make_node("MatMul", ["r", "w"], ["y"])]
-    constants = {"shape": np.array([-1, 32]), "w": weights(32, 40)}
-    model = graph(nodes, [("x", 1, [2, "n", 8])], [("y", 1, ["m", 40])], constants)
+    constants = {"shape": np.array([-1, 32]), "w": normal(32, 40)}
+    model = node_model(nodes, [("x", 1, [2, "n", 8])], [("y", 1, ["m", 40])], constants)
     made = package_regions(model)
     assert made.max_rel_error is not None and made.max_rel_error <= TOLERANCE
-    both_ways(made, model, tmp_path, {"x": weights(2, 6, 8)})
+    both_ways(made, model, tmp_path, {"x": normal(2, 6, 8)})
     with pytest.raises(Exception, match="Region0"):
-        session(tmp_path / "both.onnx").run(None, {"x": weights(2, 3, 8)})
+        session(tmp_path / "both.onnx").run(None, {"x": normal(2, 3, 8)})
 
 
 def linear() -> onnx.ModelProto:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
-    return graph(nodes, [("x", 1, ["n", 8])], [("y", 1, ["n", 40])], {"w": weights(8, 40)})
+    return node_model(nodes, [("x", 1, ["n", 8])], [("y", 1, ["n", 40])], {"w": normal(8, 40)})
 
 
 def test_pinned_sizes(tmp_path: Path) -> None:
     package_regions(linear(), shapes={"x": (3, 8)}, verify=False).save(tmp_path / "m.onnx")
     pinned = session(tmp_path / "m.onnx")
-    assert_same(pinned, ort_session(linear()), {"x": weights(3, 8)})
+    assert_same(pinned, ort_session(linear()), {"x": normal(3, 8)})
     with pytest.raises(Exception, match="Got invalid dimensions"):
-        pinned.run(None, {"x": weights(4, 8)})
+        pinned.run(None, {"x": normal(4, 8)})
 
 
 def test_a_model_in_memory(tiny: Path, tiny_model: Path) -> None:
@@ -361,12 +346,12 @@ def test_another_cpus_bundle(tmp_path: Path) -> None:
     package_regions(linear(), "arm64-linux", verify=False).save(tmp_path / "m.onnx")
     with pytest.raises(Exception, match=r"Region0.*kernels are for aarch64, this machine is.*Package the model again"):
         session(tmp_path / "m.onnx")
-    assert_same(ort_session(str(tmp_path / "m.onnx")), ort_session(linear()), {"x": weights(3, 8)})
+    assert_same(ort_session(str(tmp_path / "m.onnx")), ort_session(linear()), {"x": normal(3, 8)})
 
 
 def test_another_models_bundle(tiny: Path, tiny_model: Path, tmp_path: Path) -> None:
     """Of other inputs, types or sizes; onnxruntime knows how long a bundle's file is."""
-    other = graph([helper.make_node("Neg", ["x"], ["y"])], [("x", 1, ["n"])], [("y", 1, ["n"])])
+    other = node_model([helper.make_node("Neg", ["x"], ["y"])], [("x", 1, ["n"])], [("y", 1, ["n"])])
     data = writer.to_bytes(package_regions(other, verify=False).bundles[0].bundle)
     (tmp_path / "m.coda").write_bytes(data)
     shutil.copy(tiny.with_suffix(".onnx.data"), tmp_path / "m.onnx.data")
@@ -467,6 +452,6 @@ def test_command(tmp_path: Path) -> None:
     said = json.loads(result.stdout)
     assert sorted(said["files"]) == [f"{out}.coda", f"{out}.onnx", f"{out}.onnx.data"]
     assert said["regions"] == [["y"]] and said["left"] is None and said["max_rel_error"] <= TOLERANCE
-    assert_same(session(f"{out}.onnx"), ort_session(linear()), {"x": weights(3, 8)})
+    assert_same(session(f"{out}.onnx"), ort_session(linear()), {"x": normal(3, 8)})
     result = CliRunner().invoke(main, ["package", str(tmp_path / "none.onnx"), "--form", "ort-bundle"])
     assert result.exit_code == 1 and "no such file" in result.stderr
